@@ -1,0 +1,1 @@
+"""The contracts. What plugin authors subclass is re-exported lazily by ``twinkle_core``."""

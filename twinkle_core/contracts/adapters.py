@@ -1,0 +1,70 @@
+"""Whose weights: the store of adapters of one model (L0)."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+#: The name of the base model itself.
+BASE = ""
+
+
+class AdapterStore(ABC):
+    """Adapters by name. ``BASE`` ('') is the model without any adapter and is always there.
+
+    Every method validates before it changes anything, and an unknown name raises UnknownAdapter with did-you-mean.
+    """
+
+    @abstractmethod
+    def names(self) -> list[str]:
+        """Live adapters in order of creation, without BASE."""
+
+    @abstractmethod
+    def acquire(self, name: str, config: Any) -> str:
+        """Create an adapter from a config or from a folder that holds one (then with its weights).
+
+        Returns:
+            The store's own name for it (the same name, or a slot's).
+
+        Raises:
+            DuplicateAdapter, BadAdapter: nothing was changed.
+        """
+
+    @abstractmethod
+    def release(self, name: str) -> None:
+        """Remove it with all its weights."""
+
+    @abstractmethod
+    def activate(self, name: str) -> AbstractContextManager[None]:
+        """Inside: ``name`` alone takes part (BASE: none), and its parameters are trainable as they were configured. On leaving,
+        also by an exception: exactly what was found on entry (active adapters, requires_grad, training flags). Nests."""
+
+    @abstractmethod
+    def parameters(self, name: str) -> dict[str, torch.nn.Parameter]:
+        """Trainable parameters by plain name (no wrapper, slot or tenant in it)."""
+
+    @abstractmethod
+    def state_dict(self, name: str) -> dict[str, torch.Tensor]:
+        """Tensors under plain keys: PEFT's for an adapter, the model's own for BASE. Live tensors; copy to keep."""
+
+    @abstractmethod
+    def load_state_dict(self, name: str, state: Mapping[str, torch.Tensor]) -> None:
+        """Strict: a missing, unknown or misshapen key raises CheckpointMismatch, which names it, before anything changes."""
+
+    @abstractmethod
+    def write(self, name: str, folder: Path) -> None:
+        """Write plain files that PEFT (an adapter) or the model's own library (BASE) loads."""
+
+    @abstractmethod
+    def read(self, name: str, folder: Path) -> dict[str, torch.Tensor]:
+        """The tensors that ``write`` wrote, for ``load_state_dict``. Changes nothing."""
+
+    def describe(self, name: str) -> dict[str, Any]:
+        """Facts for ``get_train_configs``: rank, alpha, targets."""
+        return {}

@@ -1,0 +1,136 @@
+"""How to compute: what a backend implements (L0)."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from twinkle_core.types import InputFeature, LossOutput, ModelOutput
+
+if TYPE_CHECKING:
+    import torch
+
+    from twinkle_core.mesh import DeviceMesh
+    from twinkle_core.train.session import Session
+
+#: An engine that offers ``forward`` and ``backward`` apart; without it the verbs of the same names raise Unsupported.
+SPLIT_STEP = "split_step"
+#: An engine that offers ``generate``.
+GENERATE = "generate"
+
+
+@dataclass(slots=True)
+class Batch:
+    """One micro-batch on the device, ready for the model.
+
+    ``inputs``: tensors. ``rows``: which of the caller's rows it holds, in order. ``loss_args``: the caller's, cut to these
+    rows. ``dummy``: the stand-in of a rank that got no rows; its labels are all -100, its weight is 0.
+    """
+
+    inputs: InputFeature
+    rows: Sequence[int]
+    loss_args: Mapping[str, Any] = field(default_factory=dict)
+    dummy: bool = False
+
+
+#: The one place where a loss is called. Core makes it; an engine calls it once for each micro-batch.
+LossFn = Callable[[Batch, ModelOutput], LossOutput]
+
+
+class Engine(ABC):
+    """Nine methods that a backend writes; everything else (windows, losses, metrics, checkpoints) is core's."""
+
+    mesh: DeviceMesh
+    device: Any  # torch.device
+    capabilities: frozenset[str] = frozenset()
+    on_nonfinite: Literal["raise", "skip"] = "raise"
+
+    @abstractmethod
+    def prepare(
+        self,
+        session: Session,
+        rows: Sequence[InputFeature] | InputFeature,
+        *,
+        micro_batch_size: int | None = None,
+        loss_args: Mapping[str, Any] | None = None,
+    ) -> list[Batch]:
+        """This data rank's rows to micro-batches on the device. ``twinkle_core.train.prepare`` does the common part."""
+
+    @abstractmethod
+    def run_schedule(
+        self,
+        batches: Sequence[Batch],
+        needs: frozenset[str],
+        loss_fn: LossFn,
+        *,
+        train: bool = True,
+        sync: bool = True,
+        temperature: float = 1.0,
+        task: str = "causal_lm",
+    ) -> None:
+        """Forward, loss and (``train``) backward of each micro-batch, in the backend's own order.
+
+        Backward goes through ``LossOutput.sum``, unscaled by any count: gradients accumulate as sums until ``finish_grads``.
+        ``sync``: whether gradients must be reduced over data ranks with the last backward (the window may close after it).
+        """
+
+    def forward(
+        self, batch: Batch, needs: frozenset[str], *, train: bool, temperature: float = 1.0, task: str = "causal_lm"
+    ) -> ModelOutput:
+        """Forward of one micro-batch with (``train``) or without a graph. Needs the capability SPLIT_STEP."""
+        raise TypeError(f"{type(self).__name__} has no split step")
+
+    def backward(self, loss_sum: torch.Tensor, *, sync: bool = True) -> None:
+        """Backward through a loss sum. Needs the capability SPLIT_STEP."""
+        raise TypeError(f"{type(self).__name__} has no split step")
+
+    @abstractmethod
+    def make_optimizer(
+        self, cls: Any, parameters: Mapping[str, torch.nn.Parameter], kwargs: Mapping[str, Any]
+    ) -> torch.optim.Optimizer:
+        """An optimizer over named parameters; ``twinkle_core.train.optim.build`` does the common part (decay groups)."""
+
+    @abstractmethod
+    def finish_grads(self, optimizer: torch.optim.Optimizer, scale: torch.Tensor | float) -> bool:
+        """Reduce, unscale, and multiply by ``scale``. Core calls it once for each window.
+
+        Returns:
+            Whether all gradients are finite.
+        """
+
+    @abstractmethod
+    def clip(self, optimizer: torch.optim.Optimizer, max_norm: float, norm_type: float) -> torch.Tensor:
+        """Clip to a global norm; returns the norm before clipping (0-d tensor)."""
+
+    @abstractmethod
+    def update(self, optimizer: torch.optim.Optimizer) -> bool:
+        """One optimizer update. Returns False when it was skipped (fp16 overflow)."""
+
+    @abstractmethod
+    def zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
+        """Drop the gradients of this optimizer's parameters, and whatever the engine remembers of their window."""
+
+    def all_reduce(self, x: torch.Tensor, over: str = "dp") -> torch.Tensor:
+        """Sum over the ranks of a mesh dimension. Default: one rank."""
+        return x
+
+    def gather_objects(self, obj: Any, over: str = "dp") -> list[Any]:
+        """The objects of all ranks of a mesh dimension, in rank order. Default: one rank."""
+        return [obj]
+
+    def from_last_stage(self, x: torch.Tensor) -> torch.Tensor:
+        """A value that only the last pipeline stage knows, on every stage. Default: one stage."""
+        return x
+
+    def state_dict(self) -> dict[str, Any]:
+        """State beyond weights and optimizers (the gradient scaler): numbers, strings, lists, tensors."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Put back ``state_dict()``."""
+
+    def describe(self) -> dict[str, Any]:
+        """Facts for ``get_train_configs``: model class, precision, device, strategy, checkpointing."""
+        return {}

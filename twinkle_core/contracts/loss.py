@@ -1,0 +1,47 @@
+"""What a loss is (L0)."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar, Literal
+
+from twinkle_core.types import InputFeature, LossOutput, ModelOutput
+
+Scope = Literal["token", "row", "group", "batch"]
+
+
+class Loss(ABC):
+    """A sum over items and the number of items.
+
+    Class attributes that a subclass declares:
+
+    * ``needs``: which fields of :class:`ModelOutput` it reads (``logits logps entropies predictions hidden embeddings values
+      aux_loss``). The engine computes these and nothing else.
+    * ``scope``: the grain at which it may be split without changing the result. ``token``, ``row`` and ``group`` losses give the
+      same gradients for N micro-batches as for one batch; a ``batch`` loss (in-batch negatives) does not, and says so.
+    * ``token_local``: True where the loss of a token depends on that token's outputs alone, so that ranks that hold slices of a
+      row may call it on their slices.
+    """
+
+    needs: ClassVar[frozenset[str]] = frozenset({"logps"})
+    scope: ClassVar[Scope] = "token"
+    token_local: ClassVar[bool] = False
+
+    def groups(self, rows: Sequence[InputFeature]) -> list[int]:
+        """Sizes of consecutive groups of rows that must stay together (pairs for DPO). Default: each row alone."""
+        return [1] * len(rows)
+
+    @abstractmethod
+    def __call__(self, inputs: InputFeature, outputs: ModelOutput, **loss_args: Any) -> LossOutput:
+        """The loss of one collated batch.
+
+        Args:
+            inputs: tensors ``[B, T]``; ``labels`` are aligned, -100 is ignored.
+            outputs: the fields named in ``needs``.
+            loss_args: the keyword arguments of ``forward_backward``; declare them as real keyword parameters.
+
+        Returns:
+            LossOutput with the **sum** over items and the number of items. A batch without any item gives a sum of 0 that still
+            has a graph (multiply by 0; never build a fresh zero), and weight 0.
+        """

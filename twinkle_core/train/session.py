@@ -1,0 +1,47 @@
+"""The training state of one adapter (L2). Whose call it is travels as an argument, never through shared state."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from twinkle_core.train.window import AccumulationWindow
+
+if TYPE_CHECKING:
+    import torch
+
+    from twinkle_core.contracts.engine import Batch
+    from twinkle_core.contracts.loss import Loss
+    from twinkle_core.contracts.metric import Metric
+    from twinkle_core.contracts.processor import Processor
+    from twinkle_core.contracts.template import Template
+    from twinkle_core.types import LossOutput, ModelOutput
+
+
+@dataclass(slots=True)
+class Pending:
+    """The last forward of one adapter in one mode, for the split verbs."""
+
+    batch: Batch
+    output: ModelOutput
+    loss: LossOutput | None = None
+
+
+@dataclass(slots=True)
+class Session:
+    """Everything that belongs to one adapter's training, and nothing that belongs to another's.
+
+    A loss, template or processor that is None falls back to the base session's; an optimizer never does.
+    """
+
+    name: str
+    loss: Loss | None = None
+    template: Template | None = None
+    processor: Processor | None = None
+    optimizer: torch.optim.Optimizer | None = None
+    scheduler: Any = None
+    metrics: dict[bool, list[Metric]] = field(default_factory=lambda: {True: [], False: []})
+    window: AccumulationWindow = field(default_factory=AccumulationWindow)
+    pending: dict[bool, Pending] = field(default_factory=dict)  # by mode: True training, False forward_only
+    cur_step: int = 0
+    consumed_train_samples: int = 0
