@@ -1,0 +1,1 @@
+"""twinkle's core: contracts, registry, training state, built-in components."""

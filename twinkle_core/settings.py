@@ -1,0 +1,88 @@
+"""Every TWINKLE_* environment variable: typed, documented, read here and nowhere else (L0).
+
+Each is read at the moment it is asked for, so a test or a notebook may change the environment.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One variable, for ``twinkle doctor`` and the docs."""
+
+    variable: str
+    default: str
+    meaning: str
+
+
+ALL = (
+    Setting("TWINKLE_DISABLE_PLUGINS", "", "distributions whose components and hooks are switched off, by comma or space"),
+    Setting("TWINKLE_PLUGINS", "", "if set: the only third-party distributions that are used"),
+    Setting("TWINKLE_STRICT_PLUGINS", "0", "1: a hook module that fails to load raises instead of a warning"),
+    Setting("TWINKLE_TRUST_REMOTE_CODE", "0", "1: components may be loaded from ms:// and hf:// repositories"),
+    Setting("TWINKLE_CACHE", "~/.cache/twinkle", "where downloads and converted models are kept"),
+    Setting("TWINKLE_LOG_LEVEL", "INFO", "level of twinkle's logger"),
+)
+
+
+def _value(variable: str) -> str:
+    default = next(s.default for s in ALL if s.variable == variable)
+    return os.environ.get(variable, default)
+
+
+def _names(variable: str) -> frozenset[str]:
+    return frozenset(_value(variable).replace(",", " ").split())
+
+
+def _switch(variable: str) -> bool:
+    return _value(variable).strip().lower() in ("1", "true", "yes", "on")
+
+
+def disabled_plugins() -> frozenset[str]:
+    """Names in TWINKLE_DISABLE_PLUGINS, as written."""
+    return _names("TWINKLE_DISABLE_PLUGINS")
+
+
+def allowed_plugins() -> frozenset[str]:
+    """Names in TWINKLE_PLUGINS, as written; empty: all are allowed."""
+    return _names("TWINKLE_PLUGINS")
+
+
+def strict_plugins() -> bool:
+    """TWINKLE_STRICT_PLUGINS."""
+    return _switch("TWINKLE_STRICT_PLUGINS")
+
+
+def trust_remote_code() -> bool:
+    """TWINKLE_TRUST_REMOTE_CODE."""
+    return _switch("TWINKLE_TRUST_REMOTE_CODE")
+
+
+def cache_dir() -> Path:
+    """TWINKLE_CACHE, with ~ expanded."""
+    return Path(_value("TWINKLE_CACHE")).expanduser()
+
+
+def log_level() -> str:
+    """TWINKLE_LOG_LEVEL, upper case."""
+    return _value("TWINKLE_LOG_LEVEL").upper()
+
+
+def local_rank() -> int | None:
+    """LOCAL_RANK, which torchrun sets."""
+    value = os.environ.get("LOCAL_RANK")
+    return int(value) if value is not None else None
+
+
+def world_size() -> int:
+    """WORLD_SIZE, which torchrun sets; 1 without it."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def rank() -> int:
+    """RANK, which torchrun sets; 0 without it."""
+    return int(os.environ.get("RANK", "0"))
