@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from twinkle_core import settings
@@ -22,7 +22,7 @@ class DeviceMesh:
     """Sizes in, coordinates out. Make one with :meth:`from_sizes`.
 
     ``ulysses`` is no dimension of its own: that many neighbouring data ranks share their rows and split the sequence. ``ep``
-    and ``etp`` (experts) are laid over the ranks of one pipeline stage. ``vpp`` cuts a stage's layers into chunks; it has no ranks.
+    and ``etp`` (experts) are laid over the ranks of one pipeline stage. ``vpp`` cuts a stage's layers into chunks, without ranks.
     """
 
     sizes: dict[str, int]
@@ -103,9 +103,7 @@ class DeviceMesh:
     def at(self, rank: int) -> DeviceMesh:
         """The same mesh seen from another rank."""
         self.coordinates(rank)
-        return DeviceMesh(
-            self.sizes, self.ulysses_size, self.ep_size, self.etp_size, self.vpp_size, self.sequence_parallel, self.device_type, rank
-        )  # fmt: skip
+        return replace(self, _rank=rank)
 
     def coordinates(self, rank: int | None = None) -> dict[str, int]:
         """The place of a rank (default: this one) in each dimension."""
@@ -161,7 +159,7 @@ class DeviceMesh:
             return head
         across = used[-1]
         lines = []
-        for first in range(0, self.world_size):
+        for first in range(self.world_size):
             place = self.coordinates(first)
             if place[across]:
                 continue
