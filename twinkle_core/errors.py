@@ -275,8 +275,8 @@ class AlreadyInitialized(TwinkleError, RuntimeError):
 
 
 class UnknownAdapter(TwinkleError, LookupError):
-    def __init__(self, name, known):
-        super().__init__(f"unknown adapter {name!r}; known {known}")
+    def __init__(self, name: str, near: str | None, live: Iterable[str]) -> None:
+        super().__init__(f"unknown adapter '{name}'")
 
 
 class DuplicateAdapter(TwinkleError, ValueError):
@@ -293,18 +293,13 @@ class BadAdapter(TwinkleError, ValueError):
 
 
 class CheckpointMismatch(TwinkleError, ValueError):
-    def __init__(self, what, *, missing=(), unknown=(), misshapen=(), tied=None):
-        super().__init__(f"{what}: missing {missing} unknown {unknown} misshapen {misshapen} tied {tied}")
+    """A checkpoint that belongs to something else. Nothing was loaded."""
+
+    def __init__(self, path: str, why: str) -> None:
+        super().__init__(f"checkpoint '{path}' does not fit: {why}. Nothing was loaded.")
 
 
 # ---------------------------------------------------------------------------------------------------- backends
-
-
-class UnknownPrecision(TwinkleError, ValueError):
-    """A value of ``mixed_precision`` that doesn't exist."""
-
-    def __init__(self, value: object, known: Sequence[str]) -> None:
-        super().__init__(f"mixed_precision={value!r} is not one of {', '.join(repr(k) for k in known)}")
 
 
 class Fp8Unavailable(TwinkleError, RuntimeError):
@@ -315,6 +310,92 @@ class Fp8Unavailable(TwinkleError, RuntimeError):
             "mixed_precision='fp8' needs a GPU with fp8 units (H100 class or newer) and the library transformer-engine, and this "
             "version of twinkle-transformers can't drive them yet. Use mixed_precision='bf16'."
         )
+
+
+class UnknownModelClass(TwinkleError, LookupError):
+    """A class name that transformers doesn't have."""
+
+    def __init__(self, name: str, near: str | None) -> None:
+        super().__init__(
+            f"transformers has no model class '{name}'.{_meant(near)}\n"
+            f"    give a class, or a name such as 'AutoModelForCausalLM' or 'LlamaForCausalLM'"
+        )
+
+
+class NoModel(TwinkleError, ValueError):
+    """A constructor without a model to load or build."""
+
+    def __init__(self, owner: str) -> None:
+        super().__init__(
+            f"{owner} needs model_id=... (a local folder, 'ms://...' or 'hf://...') or config=... for a model with random weights"
+        )
+
+
+class ModelNotLoaded(TwinkleError, OSError):
+    """A folder that the model's library can't load."""
+
+    def __init__(self, folder: object, library_says: str) -> None:
+        super().__init__(f"the model in '{folder}' could not be loaded: {library_says}")
+
+
+class UnknownOption(TwinkleError, ValueError):
+    """A value that isn't one of those a parameter takes."""
+
+    def __init__(self, parameter: str, value: object, near: str | None, known: Iterable[str]) -> None:
+        super().__init__(f"{parameter}={value!r} is not known.{_meant(near)}\n    it is one of: {_listed(known)}")
+
+
+class ManyProcesses(TwinkleError, RuntimeError):
+    """A mesh of several processes where only one is supported."""
+
+    def __init__(self, owner: str, count: int, source: str) -> None:
+        super().__init__(
+            f"{owner} trains in one process in this version; {source} has {count}. Leave the sizes at 1, or start one process"
+        )
+
+
+class NoBackend(TwinkleError, ValueError):
+    """A device that isn't there."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__(f"the mesh asks for device_type='{device}', and torch sees no such device here. Use device_type='cpu'.")
+
+
+class PackingLeaks(TwinkleError, ValueError):
+    """Packing asked of a model whose rows then see each other."""
+
+    def __init__(self, model: str, why: str) -> None:
+        super().__init__(
+            f"{model} can't train on packed rows: {why}.\n    use a processor with padding_free=False"
+        )
+
+
+class NotComputed(TwinkleError, ValueError):
+    """A quantity that a loss or metric needs and this model doesn't have."""
+
+    def __init__(self, model: str, need: str, why: str) -> None:
+        super().__init__(f"{model} gives no {need}: {why}")
+
+
+class WeightsMismatch(CheckpointMismatch):
+    """Tensors that are not those of the model or adapter."""
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        missing: Sequence[str] = (),
+        unknown: Sequence[str] = (),
+        misshapen: Sequence[tuple[str, Sequence[int], Sequence[int]]] = (),
+        parted: Sequence[str] = (),
+    ) -> None:
+        shapes = [f"{key} is {list(there)} in the file and {list(here)} here" for key, there, here in misshapen]
+        lines = [
+            f"{label} ({len(keys)}): {', '.join(keys[:5])}{', ...' if len(keys) > 5 else ''}"
+            for label, keys in (("missing", missing), ("unknown", unknown), ("misshapen", shapes), ("tied here, different there", parted))
+            if keys
+        ]
+        super().__init__(what, "its tensors are others.\n    " + "\n    ".join(lines) + "\n   ")
 
 
 class DamagedWeights(TwinkleError, OSError):

@@ -16,6 +16,7 @@ from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
 
 from twinkle_core.contracts.adapters import BASE, AdapterStore
 from twinkle_core.errors import BadAdapter, DuplicateAdapter, UnknownAdapter
+from twinkle_core.names import closest
 from twinkle_transformers import weights
 from twinkle_transformers.precision import Precision
 from twinkle_transformers.rules import check_config, check_name
@@ -58,7 +59,7 @@ class PeftAdapters(AdapterStore):
     def _known(self, name: str) -> str:
         if name == BASE or name in self._inner:
             return name
-        raise UnknownAdapter(name, self.names())
+        raise UnknownAdapter(name, closest(name, self.names()), self.names())
 
     def config(self, name: str) -> PeftConfig:
         """The peft config of a live adapter."""
@@ -89,17 +90,24 @@ class PeftAdapters(AdapterStore):
 
     def _rehearse(self, name: str, inner: str, config: PeftConfig) -> dict[str, torch.Tensor]:
         """Inject into a copy without weights. Returns the adapter's tensors (shapes only)."""
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                if self._peft is None:
-                    trial: Any = PeftModel(skeleton(self.module), copy.deepcopy(config), inner, low_cpu_mem_usage=True)
-                else:
-                    trial = skeleton(self._peft)
-                    trial.add_adapter(inner, copy.deepcopy(config), low_cpu_mem_usage=True)
-                return get_peft_model_state_dict(trial, adapter_name=inner, save_embedding_layers=False)  # type: ignore[no-any-return]
-        except _REFUSALS as error:
-            raise BadAdapter(name, f"peft can't add it to {type(self.module).__name__}: {error}") from error
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                try:
+                    return self._trial(inner, config, weightless=True)
+                except NotImplementedError:  # a method whose layers look at the base weights' values (SHiRA's mask)
+                    return self._trial(inner, config, weightless=False)
+            except _REFUSALS as error:
+                raise BadAdapter(name, f"peft can't add it to {type(self.module).__name__}: {error}") from error
+
+    def _trial(self, inner: str, config: PeftConfig, *, weightless: bool) -> dict[str, torch.Tensor]:
+        config = copy.deepcopy(config)
+        if self._peft is None:
+            trial: Any = PeftModel(skeleton(self.module, weightless), config, inner, low_cpu_mem_usage=weightless)
+        else:
+            trial = skeleton(self._peft, weightless)
+            trial.add_adapter(inner, config, low_cpu_mem_usage=weightless)
+        return get_peft_model_state_dict(trial, adapter_name=inner, save_embedding_layers=False)  # type: ignore[no-any-return]
 
     def _inject(self, name: str, inner: str, config: PeftConfig) -> None:
         known = set(self.module.modules())
@@ -133,7 +141,7 @@ class PeftAdapters(AdapterStore):
 
     def release(self, name: str) -> None:
         if name not in self._inner:
-            raise UnknownAdapter(name, self.names())
+            raise UnknownAdapter(name, closest(name, self.names()), self.names())
         inner = self._inner.pop(name)
         del self._flags[name]
         rest = next(iter(self._inner.values()), None)

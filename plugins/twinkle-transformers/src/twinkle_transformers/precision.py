@@ -9,7 +9,8 @@ from weakref import WeakSet
 
 import torch
 
-from twinkle_core.errors import Fp8Unavailable, UnknownPrecision
+from twinkle_core.errors import Fp8Unavailable, UnknownOption
+from twinkle_core.names import closest
 
 Mixed = Literal["no", "fp8", "fp16", "bf16"]
 
@@ -25,12 +26,12 @@ class Precision:
     * ``autocast`` is the context of every forward. ``no`` means none of all this: fp32 as loaded, no autocast.
 
     Raises:
-        UnknownPrecision, Fp8Unavailable
+        UnknownOption, Fp8Unavailable
     """
 
     def __init__(self, mixed: str = "bf16") -> None:
         if mixed not in get_args(Mixed):
-            raise UnknownPrecision(mixed, get_args(Mixed))
+            raise UnknownOption("mixed_precision", mixed, closest(str(mixed), get_args(Mixed)), get_args(Mixed))
         if mixed == "fp8":
             raise Fp8Unavailable()
         self.mixed = mixed

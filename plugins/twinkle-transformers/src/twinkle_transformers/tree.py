@@ -57,8 +57,10 @@ def plain_state(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
-def skeleton(module: torch.nn.Module) -> Any:
+def skeleton(module: torch.nn.Module, weightless: bool = True) -> Any:
     """A copy of the module tree whose parameters have shapes but no storage; nothing done to it reaches the original.
+
+    With ``weightless=False`` they share the original's storage: reading is possible then, and writing would be seen.
 
     Used to rehearse a change: what peft would refuse, and which tensors it would make, is known before the model is
     touched. Configs and other plain attributes are shared, containers are copied one level deep, ties stay ties.
@@ -69,7 +71,7 @@ def skeleton(module: torch.nn.Module) -> Any:
         if t is None:
             return None
         if id(t) not in copies:
-            blank = torch.empty_like(t, device="meta")
+            blank = torch.empty_like(t, device="meta") if weightless else t.detach()
             copies[id(t)] = torch.nn.Parameter(blank, requires_grad=t.requires_grad) if isinstance(t, torch.nn.Parameter) else blank
         return copies[id(t)]
 

@@ -13,23 +13,20 @@ from peft import PeftConfig
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from twinkle_core.errors import BadAdapter, CheckpointMismatch, DamagedWeights, NotAnAdapter
+from twinkle_core.errors import BadAdapter, DamagedWeights, NotAnAdapter, WeightsMismatch
+from twinkle_transformers.tree import plain_state
 
 ADAPTER_FILE = "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
 
 
 def check_keys(live: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor], what: str) -> None:
-    """Same keys and same shapes, or CheckpointMismatch that names them."""
+    """Same keys and same shapes, or WeightsMismatch that names them."""
     missing = [k for k in live if k not in state]
     unknown = [k for k in state if k not in live]
-    misshapen = [
-        f"{k} has shape {list(state[k].shape)}, expected {list(live[k].shape)}"
-        for k in live
-        if k in state and state[k].shape != live[k].shape
-    ]
+    misshapen = [(k, state[k].shape, live[k].shape) for k in live if k in state and state[k].shape != live[k].shape]
     if missing or unknown or misshapen:
-        raise CheckpointMismatch(what, missing=missing, unknown=unknown, misshapen=misshapen)
+        raise WeightsMismatch(what, missing=missing, unknown=unknown, misshapen=misshapen)
 
 
 def _storage(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -40,7 +37,7 @@ def with_ties(live: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor
     """Add the names that a file leaves out because they are tied: in ``live`` they share storage with a name that is there.
 
     Raises:
-        CheckpointMismatch: the file holds two different tensors for what is one tensor here.
+        WeightsMismatch: the file holds two different tensors for what is one tensor here.
     """
     complete = dict(state)
     groups: dict[tuple[Any, ...], list[str]] = {}
@@ -54,7 +51,7 @@ def with_ties(live: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor
         first = state[stored[0]]
         parted = [n for n in stored[1:] if not torch.equal(first, state[n])]
         if parted:
-            raise CheckpointMismatch("the model", tied=(stored[0], parted[0]))
+            raise WeightsMismatch("the model", parted=[stored[0], *parted])
         complete.update(dict.fromkeys((n for n in names if n not in state), first))
     return complete
 
@@ -159,9 +156,18 @@ def read_model(module: Any, folder: Path) -> dict[str, torch.Tensor]:
     state: dict[str, torch.Tensor] = {}
     for file in model_files(folder):
         state.update(_load(file))
-    live = plain = set(module.state_dict())
-    if set(state) <= live or not getattr(module, "_checkpoint_conversion_mapping", None):
+    if set(state) <= set(plain_state(module)):
         return state
-    # transformers stores some architectures (fused experts) in another layout than it computes in; only it can translate
-    loaded = type(module).from_pretrained(str(folder), dtype="auto", config=module.config)
-    return {k: v for k, v in loaded.state_dict().items() if k in plain or True}
+    return _translated(module, folder, state)
+
+
+def _translated(module: Any, folder: Path, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """transformers stores some architectures (fused experts) in another layout than it computes in; only it can translate."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    if not get_model_conversion_mapping(module, add_legacy=False):
+        return state
+    loaded, report = type(module).from_pretrained(str(folder), config=module.config, dtype="auto", output_loading_info=True)
+    if report["missing_keys"] or report["unexpected_keys"] or report["mismatched_keys"]:
+        return state  # another model's: the caller's check says which keys
+    return loaded.state_dict()  # type: ignore[no-any-return]
