@@ -20,10 +20,9 @@ if TYPE_CHECKING:
 
 #: What ``from_pretrained`` takes beyond its signature (it reads them out of its keyword arguments).
 _FROM_PRETRAINED = frozenset(
-    "adapter_kwargs allow_all_kernels attn_implementation cache_dir code_revision device_map distributed_config dtype "
-    "experts_implementation force_download generation_config gguf_file ignore_mismatched_sizes kernel_config key_mapping "
-    "local_files_only low_cpu_mem_usage max_memory offload_buffers offload_folder proxies quantization_config revision "
-    "state_dict subfolder token torch_dtype tp_plan trust_remote_code use_kernels use_safetensors variant weights_only".split()
+    "allow_all_kernels attn_implementation code_revision device_map disable_mmap dtype experts_implementation fusion_config "
+    "generation_config gguf_file ignore_mismatched_sizes kernel_config key_mapping max_memory offload_buffers offload_folder "
+    "quantization_config revision state_dict subfolder torch_dtype trust_remote_code use_kernels use_safetensors variant".split()
 )
 #: What ``from_config`` takes; everything else belongs to the config.
 _FROM_CONFIG = frozenset("allow_all_kernels attn_implementation code_revision dtype experts_implementation torch_dtype trust_remote_code".split())
@@ -134,24 +133,35 @@ def _build(owner: str, own: frozenset[str], cls: Any, config: Any, options: dict
 def _load(owner: str, own: frozenset[str], cls: Any, model_id: str, config: Any, precision: Precision, options: dict[str, Any]) -> Any:
     from transformers import AutoConfig
 
-    from twinkle_core import hub
-
-    folder = hub.resolve(model_id)
-    trust = bool(options.get("trust_remote_code", False))
+    folder, options = _fetch(model_id, options)
+    options["trust_remote_code"] = trust = bool(options.get("trust_remote_code", False))
     strange = {k: v for k, v in options.items() if k not in _FROM_PRETRAINED}
     if not {"dtype", "torch_dtype"} & set(options):
         options["dtype"] = precision.load_dtype
-    options["trust_remote_code"] = trust
     try:
-        if strange and config is None and "gguf_file" not in options:  # a config out of a GGUF file takes half a minute
-            config = AutoConfig.from_pretrained(str(folder), trust_remote_code=trust)
-            _check_options(owner, own, strange, _FROM_PRETRAINED, config)
-            config = None
-        elif strange:
-            _check_options(owner, own, strange, _FROM_PRETRAINED, config)
-        return cls.from_pretrained(str(folder), config=config, **options) if config else cls.from_pretrained(str(folder), **options)
-    except (OSError, ValueError, KeyError) as error:
+        if strange:  # taking the config out of a GGUF file would take as long as loading it
+            known = config if config is not None or "gguf_file" in options else AutoConfig.from_pretrained(folder, trust_remote_code=trust)
+            _check_options(owner, own, strange, _FROM_PRETRAINED, known)
+        if config is not None:
+            options["config"] = config
+        return cls.from_pretrained(folder, **options)
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise ModelNotLoaded(folder, str(error)) from error
+
+
+def _fetch(model_id: str, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The local folder, and the options that are left for ``from_pretrained``. A path to a GGUF file names file and folder."""
+    from twinkle_core import hub
+
+    # what no loader here reads; some repositories hold each weight three times
+    unused = ["*.pth", "original/*", "*.onnx", "onnx/*", "*.msgpack", "*.h5", "*.ot"]
+    if "gguf_file" not in options:
+        unused.append("*.gguf")
+    path = Path(hub.resolve(model_id, revision=options.pop("revision", None), ignore_patterns=unused))
+    if path.is_file():
+        options = {**options, "gguf_file": path.name}
+        path = path.parent
+    return str(path), options
 
 
 def set_checkpointing(model: Any, wanted: bool | None) -> None:
