@@ -622,7 +622,7 @@ class WeightsMismatch(CheckpointMismatch):
             for label, keys in (("missing", missing), ("unknown", unknown), ("misshapen", shapes), ("tied here, different there", parted))
             if keys
         ]
-TwinkleError.__init__(self, f"the tensors don't fit {what}. Nothing was loaded.\n    " + "\n    ".join(lines))
+        TwinkleError.__init__(self, f"the tensors don't fit {what}. Nothing was loaded.\n    " + "\n    ".join(lines))
 
 
 class DamagedWeights(TwinkleError, OSError):
