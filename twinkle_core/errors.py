@@ -200,10 +200,18 @@ class BadRemoteComponent(TwinkleError, ImportError):
         )
 
 
+class BadHook(TwinkleError):
+    """A function marked as a hook that can't be one."""
+
+    def __init__(self, hook: str, near: str | None, why: str) -> None:
+        super().__init__(f"hook '{hook}': {why}.{_meant(near)}")
+
+
 class HookFailed(TwinkleError):
     """A hook module that can't be loaded or a hook that raised; a warning, or raised with TWINKLE_STRICT_PLUGINS=1."""
 
-    def __init__(self, entry: str, distribution: str, what: str, why: str) -> None:
+    def __init__(self, entry: str, distribution: str, what: str, cause: BaseException) -> None:
+        why = f"{type(cause).__name__}: {' '.join(str(cause).split())}"
         self.entry, self.distribution, self.why = entry, distribution, why
         off = f"switch it off: TWINKLE_DISABLE_PLUGINS={distribution.split()[0]}"
         super().__init__(f"plugin '{entry}' from {distribution} {what}: {why} ({off})")
