@@ -169,5 +169,5 @@ def set_checkpointing(model: Any, wanted: bool | None) -> None:
     if wanted:
         # the re-entrant kind loses gradients where no input of a block requires one, as under LoRA
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    elif getattr(model, "is_gradient_checkpointing", False):
+    elif any(getattr(m, "gradient_checkpointing", False) for m in model.modules()):
         model.gradient_checkpointing_disable()

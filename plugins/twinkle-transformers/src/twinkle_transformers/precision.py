@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, get_args
-from weakref import WeakSet
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from twinkle_core.errors import Fp8Unavailable, UnknownOption
 from twinkle_core.names import closest
@@ -36,7 +36,7 @@ class Precision:
             raise Fp8Unavailable()
         self.mixed = mixed
         self.compute: torch.dtype | None = _COMPUTE[mixed]
-        self._masters: WeakSet[torch.nn.Parameter] = WeakSet()
+        self._masters = WeakIdKeyDictionary()
 
     @property
     def load_dtype(self) -> Any:
@@ -46,7 +46,7 @@ class Precision:
     def master(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """These are trained: fp32, and never frozen into another type. Parameters keep their identity."""
         for parameter in parameters:
-            self._masters.add(parameter)
+            self._masters[parameter] = True
             if parameter.dtype in (torch.float16, torch.bfloat16):
                 parameter.data = parameter.data.float()
                 if parameter.grad is not None:
