@@ -6,7 +6,7 @@ state changes, unless its text says otherwise.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 
 class TwinkleError(Exception):
@@ -200,10 +200,18 @@ class BadRemoteComponent(TwinkleError, ImportError):
         )
 
 
+class BadHook(TwinkleError):
+    """A function marked as a hook that can't be one."""
+
+    def __init__(self, hook: str, near: str | None, why: str) -> None:
+        super().__init__(f"hook '{hook}': {why}.{_meant(near)}")
+
+
 class HookFailed(TwinkleError):
     """A hook module that can't be loaded or a hook that raised; a warning, or raised with TWINKLE_STRICT_PLUGINS=1."""
 
-    def __init__(self, entry: str, distribution: str, what: str, why: str) -> None:
+    def __init__(self, entry: str, distribution: str, what: str, cause: BaseException) -> None:
+        why = f"{type(cause).__name__}: {' '.join(str(cause).split())}"
         self.entry, self.distribution, self.why = entry, distribution, why
         off = f"switch it off: TWINKLE_DISABLE_PLUGINS={distribution.split()[0]}"
         super().__init__(f"plugin '{entry}' from {distribution} {what}: {why} ({off})")
@@ -265,7 +273,253 @@ class AlreadyInitialized(TwinkleError, RuntimeError):
 # ---------------------------------------------------------------------------------------------------- hubs and data
 
 
+class HubError(TwinkleError):
+    """A model or data set could not be found. Raised by ``twinkle_core.hub.resolve`` and nothing else."""
+
+
+class NoSuchPath(HubError, FileNotFoundError):
+    """A local path that is not there, or not what it should be."""
+
+    @classmethod
+    def missing(cls, given: str, looked_at: object, kind: str, similar: Sequence[str] = ()) -> NoSuchPath:
+        hint = f" Did you mean {' or '.join(map(repr, similar))}?" if similar else ""
+        return cls(
+            f"the {kind} path {given!r} does not exist (looked at {looked_at}).{hint}\n"
+            f"    A hub id is written with its hub: 'hf://org/name' or 'ms://org/name'."
+        )
+
+    @classmethod
+    def empty(cls, given: str, wanted: str) -> NoSuchPath:
+        return cls(f"the folder {given!r} holds no data that can be read; give a file or a folder of {wanted}.")
+
+
+class BareId(HubError, ValueError):
+    """An id without its hub."""
+
+    def __init__(self, given: str, kind: str, looked_at: object) -> None:
+        super().__init__(
+            f"the {kind} {given!r} is no path on this machine (looked at {looked_at}), and no hub is named.\n"
+            f"    If it is on a hub, say which: 'hf://{given}' (Hugging Face) or 'ms://{given}' (ModelScope)."
+        )
+
+
+class BadHubId(HubError, ValueError):
+    """An id that no hub can have."""
+
+    def __init__(self, given: str, kind: str) -> None:
+        super().__init__(f"{given!r} is no {kind} id; write 'hf://org/name', 'ms://org/name', or a local path.")
+
+
+class Unreachable(HubError, ConnectionError):
+    """The hub does not answer, or must not be asked, and there is no copy in the local cache."""
+
+    def __init__(self, given: str, kind: str, hub: str, offline: bool, cause: str) -> None:
+        why = (
+            f"HF_HUB_OFFLINE forbids asking {hub}, and its local cache has no copy"
+            if offline
+            else f"{hub} can't be reached from here, and its local cache has no copy"
+        )
+        super().__init__(
+            f"the {kind} {given!r} can't be fetched: {why}.\n    {cause}\n"
+            f"    Without a network give the path of a folder instead: copy it from a machine that has one, "
+            f"and pass '/path/to/{given.rpartition('/')[2]}'."
+        )
+
+
+class NotOnHub(HubError, FileNotFoundError):
+    """The hub answers that there is no such thing, or that this user may not have it."""
+
+    def __init__(self, given: str, kind: str, hub: str, revision: str | None, cause: str) -> None:
+        at = f" at revision {revision!r}" if revision else ""
+        super().__init__(
+            f"{hub} has no {kind} {given!r}{at}, or you may not read it.\n    {cause}\n"
+            f"    Check the name; for a private or gated one log in first."
+        )
+
+
+class DataError(TwinkleError, ValueError):
+    """A data set, a row of one, or a loader's arguments that can't be."""
+
+    @classmethod
+    def format(cls, path: object, known: str) -> DataError:
+        return cls(f"{path}: unknown format of data; the known ones are {known}.")
+
+    @classmethod
+    def line(cls, path: object, line: int, cause: str) -> DataError:
+        return cls(f"{path}, line {line}: not a JSON object ({cause}).")
+
+    @classmethod
+    def choice(cls, what: str, value: object, source: object, choices: Iterable[object]) -> DataError:
+        return cls(f"{source} has no {what} {value!r}; it has {', '.join(map(repr, choices)) or 'none'}.")
+
+    @classmethod
+    def loading(cls, source: object, cause: object) -> DataError:
+        return cls(f"{source} could not be read: {cause}")
+
+    @classmethod
+    def argument(cls, name: str, value: object, way: str) -> DataError:
+        return cls(f"{name}={value!r}: {way}.")
+
+    @classmethod
+    def not_rows(cls, index: int, value: object) -> DataError:
+        return cls(f"row {index} is a {type(value).__name__}, not a mapping of column names to values: {value!r:.80}")
+
+    @classmethod
+    def keys(cls, who: str, missing: Sequence[str], has: Iterable[str], way: str = "") -> DataError:
+        names = ", ".join(repr(m) for m in missing)
+        return cls(f"{who} needs {names} in each row; this row has {', '.join(map(repr, has)) or 'nothing'}.{way and ' ' + way}")
+
+    @classmethod
+    def value(cls, who: str, key: str, value: object, wanted: str) -> DataError:
+        return cls(f"{who}: {key} is {value!r:.80}, not {wanted}.")
+
+    @classmethod
+    def in_row(cls, what: str, index: int, cause: object) -> DataError:
+        return cls(f"{what}, row {index}: {cause}")
+
+    @classmethod
+    def returned(cls, what: str, value: object) -> DataError:
+        return cls(f"{what} returned a {type(value).__name__}; it must return a row (a mapping), or None to drop it.")
+
+    @classmethod
+    def no_template(cls) -> DataError:
+        return cls("the data set has no template; call set_template('chat', model_id=…) before encode().")
+
+    @classmethod
+    def lazy(cls, strategy: str) -> DataError:
+        return cls(
+            f"truncation_strategy={strategy!r} changes the number of rows, which a LazyDataset must know before it reads them.\n"
+            f"    Use Dataset, or one of 'raise', 'left', 'right'."
+        )
+
+    @classmethod
+    def unsized(cls, what: str) -> DataError:
+        return cls(f"{what} needs to know the data set's length, which a stream does not have; use Dataset or LazyDataset.")
+
+    @classmethod
+    def no_batches(cls, rows: int, rule: str) -> DataError:
+        return cls(f"a data set of {rows} rows gives no batch at all with {rule}.")
+
+    @classmethod
+    def empty(cls, what: str) -> DataError:
+        return cls(f"{what} has no rows.")
+
+    @classmethod
+    def encoded(cls, verb: str) -> DataError:
+        return cls(f"{verb} comes before encode(): the rows of this data set are encoded already.")
+
+    @classmethod
+    def not_encoded(cls, what: str) -> DataError:
+        return cls(f"{what} needs encoded rows; call set_template and encode() first.")
+
+
 # ---------------------------------------------------------------------------------------------------- templates and processors
+
+
+class TemplateError(TwinkleError, ValueError):
+    """A conversation that can't be encoded rightly. ``turn``: index of the message at fault, if it is one's."""
+
+    turn: int | None = None
+
+    @classmethod
+    def at(cls, turn: int, role: object, cause: str) -> TemplateError:
+        error = cls(f"message {turn} ({role}): {cause}")
+        error.turn = turn
+        return error
+
+    @classmethod
+    def shape(cls, value: object) -> TemplateError:
+        has = ", ".join(map(repr, value)) if isinstance(value, Mapping) else type(value).__name__
+        return cls(f"a conversation needs 'messages', a list of at least one message; this one has {has or 'nothing'}.")
+
+    @classmethod
+    def rendering(cls, cause: object) -> TemplateError:
+        return cls(f"the model's chat template refuses this conversation: {cause}")
+
+    @classmethod
+    def prompt(cls) -> TemplateError:
+        return cls("add_generation_prompt is for a conversation that waits for an answer; this one ends with the assistant's turn.")
+
+    @classmethod
+    def strategy(cls, value: object, choices: Iterable[str]) -> TemplateError:
+        return cls(f"truncation_strategy={value!r} is none of {', '.join(map(repr, choices))}.")
+
+    @classmethod
+    def argument(cls, name: str, value: object, way: str) -> TemplateError:
+        return cls(f"{name}={value!r}: {way}.")
+
+    @classmethod
+    def tokenizer(cls, name: object, cause: object) -> TemplateError:
+        return cls(f"no tokenizer could be loaded from {name}: {cause}")
+
+    @classmethod
+    def slow(cls, name: object) -> TemplateError:
+        return cls(f"the tokenizer of {name} gives no character offsets (it is not a 'fast' one), so labels can't be placed.")
+
+
+class NoChatTemplate(TemplateError):
+    """A tokenizer of a base model."""
+
+    def __init__(self, name: object) -> None:
+        super().__init__(
+            f"the tokenizer of {name} has no chat template (a base model?).\n"
+            f"    Give one with chat_template=…, use an instruct model's tokenizer, or train plain text with use_chat_template=False."
+        )
+
+
+class RowTooLong(TemplateError):
+    """More tokens than ``max_length``, and the strategy is to say so."""
+
+    def __init__(self, tokens: int, max_length: int, strategy: str) -> None:
+        super().__init__(
+            f"the row has {tokens} tokens, max_length is {max_length} (truncation_strategy={strategy!r}).\n"
+            f"    Raise max_length, or choose 'left', 'right', 'split' or 'delete'."
+        )
+
+
+class NoLabels(TemplateError):
+    """A row with nothing to learn from: it would reach the loss as an all -100 row."""
+
+    @classmethod
+    def untrained(cls) -> NoLabels:
+        return cls("no token of the row is trained: the conversation has no assistant turn that train_on asks for.")
+
+    @classmethod
+    def cut(cls, tokens: int, max_length: int, strategy: str) -> NoLabels:
+        return cls(
+            f"no trained token is left after truncation_strategy={strategy!r} cut {tokens} tokens to max_length {max_length}.\n"
+            f"    Raise max_length, cut the other side, or drop such rows with 'delete'."
+        )
+
+
+class BadRow(TwinkleError, ValueError):
+    """An encoded row that can't be collated."""
+
+    @classmethod
+    def no_rows(cls) -> BadRow:
+        return cls("an empty batch: there are no rows to collate.")
+
+    @classmethod
+    def kind(cls, row: int, value: object) -> BadRow:
+        return cls(f"row {row} is a {type(value).__name__}, not a mapping with 'input_ids'.")
+
+    @classmethod
+    def missing(cls, row: int, field: str, has: Iterable[str]) -> BadRow:
+        keys = list(has)
+        raw = " It looks like a conversation that no template has encoded: call set_template first." if "messages" in keys else ""
+        return cls(f"row {row} has no {field!r}; it has {', '.join(map(repr, keys)) or 'nothing'}.{raw}")
+
+    @classmethod
+    def field(cls, row: int, field: str, way: str) -> BadRow:
+        return cls(f"row {row}: {field!r} {way}.")
+
+    @classmethod
+    def length(cls, row: int, field: str, length: int, tokens: int) -> BadRow:
+        return cls(f"row {row}: {field!r} has {length} values, 'input_ids' has {tokens}; one value a token is needed.")
+
+    @classmethod
+    def argument(cls, name: str, value: object, way: str) -> BadRow:
+        return cls(f"{name}={value!r}: {way}.")
 
 
 # ---------------------------------------------------------------------------------------------------- training

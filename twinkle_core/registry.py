@@ -22,7 +22,8 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from twinkle_core import api, arguments, loading, snapshots
@@ -37,7 +38,7 @@ from twinkle_core.errors import (
     TwinkleError,
     UnknownName,
 )
-from twinkle_core.index import ABSENT, Entry, Index, scan
+from twinkle_core.index import Entry, Index, scan
 from twinkle_core.known import KNOWN
 from twinkle_core.names import PLURAL, closest, fold, kind_of, normalise
 
@@ -94,7 +95,17 @@ class Registry:
         held += [e for e in self.index().hits(kind, name) if not e.disabled]
         if held and not override:
             raise NameTaken(kind, name, held[0].label if held[0].dist else f"{held[0].value}, registered in this process")
-        self._registered[key] = _entry_of(kind, name, obj)
+        self._registered[key] = entry_of(kind, name, obj)
+
+    @contextmanager
+    def undo_on_error(self) -> Iterator[None]:
+        """Inside: what is registered is taken back if an error leaves the block."""
+        before = dict(self._registered)
+        try:
+            yield
+        except BaseException:
+            self._registered = before
+            raise
 
     # ------------------------------------------------------------------------------------------------ names to entries
 
@@ -265,11 +276,19 @@ class Registry:
         return snapshots.of(e for hits in found for e in hits[:1])
 
 
-def _entry_of(kind: str, name: str, obj: Any) -> Entry:
+def entry_of(kind: str, name: str, obj: Any, owner: Entry | None = None) -> Entry:
+    """An entry for an object, or for ``"module:Class"``, of this process or of the plugin ``owner``."""
+    dist, version, versions = (owner.dist, owner.version, owner.api) if owner is not None else ("", "", api.SUPPORTED)
     if isinstance(obj, str):
-        return Entry(kind, name, obj)
+        return Entry(kind, name, obj, dist, version, versions)
     where = getattr(obj, "__module__", type(obj).__module__)
-    return Entry(kind, name, f"{where}:{getattr(obj, '__qualname__', type(obj).__qualname__)}", obj=obj)
+    value = f"{where}:{getattr(obj, '__qualname__', type(obj).__qualname__)}"
+    return Entry(kind, name, value, dist, version, versions, obj)
+
+
+def process() -> Registry:
+    """The registry of this process, whose methods are this module's functions."""
+    return _PROCESS
 
 
 def _choose(kind: str, bare: str, index: Index, hits: Sequence[Entry]) -> Entry | None:
@@ -298,7 +317,6 @@ snapshot = _PROCESS.snapshot
 compare_snapshots = snapshots.compare
 
 __all__ = [
-    "ABSENT",
     "Entry",
     "Registry",
     "build",
@@ -308,6 +326,7 @@ __all__ = [
     "freeze",
     "index",
     "load",
+    "process",
     "refresh",
     "register",
     "resolve",

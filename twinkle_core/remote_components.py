@@ -1,8 +1,8 @@
 """Components that live in a repository of a hub: ``hf://owner/repo#Class`` (L0).
 
-Such a repository is a Python package: an ``__init__.py`` at its top that holds or imports the class. Its code runs in this process
-with all its rights, so nothing is fetched before ``TWINKLE_TRUST_REMOTE_CODE=1`` says so. Each repository is loaded under a
-module name of its own and can shadow nothing.
+Such a repository is a Python package: an ``__init__.py`` at its top that holds or imports the class. Its code runs in this
+process with all its rights, so nothing is fetched before ``TWINKLE_TRUST_REMOTE_CODE=1`` says so. Each repository is loaded
+under a module name of its own and can shadow nothing.
 """
 
 from __future__ import annotations
