@@ -168,6 +168,10 @@ def set_checkpointing(model: Any, wanted: bool | None) -> None:
     """Gradient checkpointing on, off, or (None) off too: half of a step's time is not spent unasked."""
     if wanted:
         # the re-entrant kind loses gradients where no input of a block requires one, as under LoRA
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        settings = {"use_reentrant": False}
+        if hasattr(model, "activation_checkpointing_enable"):  # the newer name; the older one warns there
+            model.activation_checkpointing_enable(activation_checkpointing_kwargs=settings)
+        else:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=settings)
     elif any(getattr(m, "gradient_checkpointing", False) for m in model.modules()):
         model.gradient_checkpointing_disable()
