@@ -367,7 +367,8 @@ class DataError(TwinkleError, ValueError):
     @classmethod
     def keys(cls, who: str, missing: Sequence[str], has: Iterable[str], way: str = "") -> DataError:
         names = ", ".join(repr(m) for m in missing)
-        return cls(f"{who} needs {names} in each row; this row has {', '.join(map(repr, has)) or 'nothing'}.{way and ' ' + way}")
+        here = ", ".join(map(repr, has)) or "nothing"
+        return cls(f"{who} needs {names} in each row; this row has {here}.{way and ' ' + way}")
 
     @classmethod
     def value(cls, who: str, key: str, value: object, wanted: str) -> DataError:
@@ -388,7 +389,7 @@ class DataError(TwinkleError, ValueError):
     @classmethod
     def lazy(cls, strategy: str) -> DataError:
         return cls(
-            f"truncation_strategy={strategy!r} changes the number of rows, which a LazyDataset must know before it reads them.\n"
+            f"truncation_strategy={strategy!r} changes the number of rows, which a LazyDataset must know beforehand.\n"
             f"    Use Dataset, or one of 'raise', 'left', 'right'."
         )
 
@@ -438,7 +439,7 @@ class TemplateError(TwinkleError, ValueError):
 
     @classmethod
     def prompt(cls) -> TemplateError:
-        return cls("add_generation_prompt is for a conversation that waits for an answer; this one ends with the assistant's turn.")
+        return cls("add_generation_prompt is for a conversation that waits for an answer; this one ends with the assistant.")
 
     @classmethod
     def strategy(cls, value: object, choices: Iterable[str]) -> TemplateError:
@@ -454,7 +455,7 @@ class TemplateError(TwinkleError, ValueError):
 
     @classmethod
     def slow(cls, name: object) -> TemplateError:
-        return cls(f"the tokenizer of {name} gives no character offsets (it is not a 'fast' one), so labels can't be placed.")
+        return cls(f"the tokenizer of {name} gives no character offsets (it is no 'fast' one), so labels can't be placed.")
 
 
 class NoChatTemplate(TemplateError):
@@ -463,7 +464,7 @@ class NoChatTemplate(TemplateError):
     def __init__(self, name: object) -> None:
         super().__init__(
             f"the tokenizer of {name} has no chat template (a base model?).\n"
-            f"    Give one with chat_template=…, use an instruct model's tokenizer, or train plain text with use_chat_template=False."
+            f"    Give one with chat_template=…, use an instruct model's tokenizer, or train plain text: use_chat_template=False."
         )
 
 
@@ -506,7 +507,7 @@ class BadRow(TwinkleError, ValueError):
     @classmethod
     def missing(cls, row: int, field: str, has: Iterable[str]) -> BadRow:
         keys = list(has)
-        raw = " It looks like a conversation that no template has encoded: call set_template first." if "messages" in keys else ""
+        raw = " It is a conversation that no template has encoded: call set_template first." if "messages" in keys else ""
         return cls(f"row {row} has no {field!r}; it has {', '.join(map(repr, keys)) or 'nothing'}.{raw}")
 
     @classmethod
@@ -803,7 +804,7 @@ class UnknownModelClass(TwinkleError, LookupError):
     def __init__(self, name: str, near: str | None) -> None:
         super().__init__(
             f"transformers has no model class '{name}'.{_meant(near)}\n"
-            f"    give a class, or a name such as 'AutoModelForCausalLM' or 'LlamaForCausalLM'; a folder or hub id goes into model_id=..."
+            f"    give a class, or a name such as 'AutoModelForCausalLM'; a folder or hub id goes into model_id=..."
         )
 
 
@@ -839,7 +840,7 @@ class ManyProcesses(TwinkleError, RuntimeError):
         )
 
 
-class NoBackend(TwinkleError, ValueError):
+class NoDevice(TwinkleError, ValueError):
     """A device that isn't there."""
 
     def __init__(self, device: str) -> None:
@@ -850,9 +851,7 @@ class PackingLeaks(TwinkleError, ValueError):
     """Packing asked of a model whose rows then see each other."""
 
     def __init__(self, model: str, why: str) -> None:
-        super().__init__(
-            f"{model} can't train on packed rows: {why}.\n    use a processor with padding_free=False"
-        )
+        super().__init__(f"{model} can't train on packed rows: {why}.\n    use a processor with padding_free=False")
 
 
 class NotComputed(TwinkleError, ValueError):
@@ -875,12 +874,28 @@ class WeightsMismatch(CheckpointMismatch):
         parted: Sequence[str] = (),
     ) -> None:
         shapes = [f"{key} is {list(there)} in the file and {list(here)} here" for key, there, here in misshapen]
+        found = {"missing": missing, "unknown": unknown, "misshapen": shapes, "tied here, different there": parted}
         lines = [
-            f"{label} ({len(keys)}): {', '.join(keys[:5])}{', ...' if len(keys) > 5 else ''}"
-            for label, keys in (("missing", missing), ("unknown", unknown), ("misshapen", shapes), ("tied here, different there", parted))
-            if keys
+            f"{label} ({len(keys)}): {', '.join(keys[:5])}{', ...' if len(keys) > 5 else ''}" for label, keys in found.items() if keys
         ]
         TwinkleError.__init__(self, f"the tensors don't fit {what}. Nothing was loaded.\n    " + "\n    ".join(lines))
 
 
-# ---------------------------------------------------------------------------------------------------- configuration files and the command line
+# ---------------------------------------------------------------------------------------------------- the command line
+
+
+class UnknownCommand(TwinkleError, LookupError):
+    """``twinkle WORD`` where no such command exists."""
+
+    def __init__(self, command: str, near: str | None, known: Iterable[str]) -> None:
+        super().__init__(f"unknown command '{command}'.{_meant(near)}\n    commands: {_listed(known)}")
+
+
+class BadReference(TwinkleError, ValueError):
+    """What should read KIND/NAME and does not."""
+
+    def __init__(self, text: str, kinds: Iterable[str]) -> None:
+        super().__init__(f"'{text}' is not KIND/NAME, such as loss/cross_entropy\n    kinds: {_listed(kinds)}")
+
+
+# ---------------------------------------------------------------------------------------------------- configuration files

@@ -276,5 +276,6 @@ def test_saved_full_model_is_plain_transformers(tiny, ids, tmp_path):
     m.add_adapter_to_model("a", LoraConfig(**LORA))  # adapters are no part of it
     folder = m.save("full", tmp_path, adapter_name="")
     plain = AutoModelForCausalLM.from_pretrained(folder)
-    assert torch.equal(plain(input_ids=ids).logits, m.forward_only([{"input_ids": r.tolist()} for r in ids], disable_lora=True).logits)
+    ours = m.forward_only([{"input_ids": row.tolist()} for row in ids], disable_lora=True).logits
+    assert torch.equal(plain(input_ids=ids).logits, ours)
     assert plain.lm_head.weight is plain.model.embed_tokens.weight

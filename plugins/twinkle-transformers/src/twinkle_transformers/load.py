@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from twinkle_core import settings
-from twinkle_core.errors import ManyProcesses, ModelNotLoaded, NoBackend, NoModel, UnknownModelClass, WrongArgument
+from twinkle_core.errors import ManyProcesses, ModelNotLoaded, NoDevice, NoModel, UnknownModelClass, WrongArgument
 from twinkle_core.log import get_logger
 from twinkle_core.names import closest
 from twinkle_transformers.precision import Precision, cpu_has_bf16
@@ -51,7 +51,7 @@ def pick_device(mesh: DeviceMesh | None) -> torch.device:
     if kind == "cpu":
         return torch.device("cpu")
     if accelerator is None or accelerator.type != kind:
-        raise NoBackend(kind)
+        raise NoDevice(kind)
     return torch.device(kind, settings.local_rank() or 0)
 
 
