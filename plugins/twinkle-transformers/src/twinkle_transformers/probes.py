@@ -47,7 +47,7 @@ def check_isolation(module: Any, takes: frozenset[str], precision: Precision, de
     Raises:
         PackingLeaks: with what was seen.
     """
-    config = getattr(module, "config", None)
+    config: Any = getattr(module, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     size = getattr(text, "vocab_size", None) or 16
     a, other, b = (torch.arange(start, start + n, device=device) % size for start, n in ((1, 5), (6, 5), (11, 4)))
