@@ -6,6 +6,7 @@ import math
 import random
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -257,7 +258,11 @@ def test_B19_random_state_goes_on_where_it_was(tmp_path):
 def test_B19_in_a_new_process(tmp_path):
     folder = save_with_random_state(tmp_path)
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", DRAW, folder], cwd=__file__.rpartition("/")[0], capture_output=True, text=True, timeout=120
+        [sys.executable, "-W", "ignore", "-c", DRAW, folder],
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.returncode == 0, done.stderr
     assert [float(x) for x in done.stdout.split()] == pytest.approx(RIGHT, abs=1e-6)
@@ -387,7 +392,8 @@ def test_B47_tied_stays_tied(tmp_path):
     one_step(m)
     folder = m.save("tied", tmp_path)
     assert "lm_head.weight" not in load_file(f"{folder}/model.safetensors")
-    for again in (TransformersModel(model_id=folder, mixed_precision="no"), TransformersModel(config=small(True), mixed_precision="no")):
+    for source in ({"model_id": folder}, {"config": small(True)}):
+        again = TransformersModel(**source, mixed_precision="no")
         again.load("tied", tmp_path)
         assert all(torch.equal(v, again.get_state_dict()[k]) for k, v in m.get_state_dict().items())
         one_step(again)
@@ -425,7 +431,8 @@ def test_B47_an_adapter_keeps_the_tie_or_is_refused():
     m = TransformersModel(LlamaForCausalLM, config=small(True), mixed_precision="no")
     with pytest.raises(BadAdapter, match="ensure_weight_tying"):
         m.add_adapter_to_model("a", LoraConfig(target_modules=["q_proj"], modules_to_save=["embed_tokens"]))
-    m.add_adapter_to_model("a", LoraConfig(target_modules=["q_proj"], modules_to_save=["embed_tokens"], ensure_weight_tying=True))
+    kept = LoraConfig(target_modules=["q_proj"], modules_to_save=["embed_tokens"], ensure_weight_tying=True)
+    m.add_adapter_to_model("a", kept)
     for _ in range(2):
         one_step(m)
     with m.adapters.activate("a"):

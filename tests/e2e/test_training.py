@@ -20,7 +20,7 @@ from twinkle_core.errors import BadCheckpointName, CheckpointDamaged, Checkpoint
 from twinkle_transformers.model import TransformersModel
 
 CURVES = Path(__file__).parent / "curves"
-QUESTIONS = ("Who are you?", "What is your name?", "Who made you?", "hi", "Are you a person?", "2+2?", "a b c", "Name a colour.")
+QUESTIONS = ("Who are you?", "What is your name?", "Who made you?", "hi", "Are you a person?", "2+2?", "a b c", "A colour?")
 ANSWERS = ("I am twinkle.", "twinkle", "Some people did.", "hello there", "No, a model.", "4", "d e f", "blue, or red")
 
 
@@ -122,7 +122,7 @@ def test_resume_goes_on_bit_for_bit(tiny, tmp_path, kind, cut):
     unbroken, data = trainer(tiny, how), loader()
     batches = stream(data)
     steps(unbroken, batches, cut)
-    folder = unbroken.save("mid", tmp_path, save_optimizer=True, consumed_train_samples=data.get_state()["consumed_train_samples"])
+    folder = unbroken.save("mid", tmp_path, save_optimizer=True, **data.get_state())
     rest = steps(unbroken, batches, 5)
 
     torch.manual_seed(999)
@@ -187,7 +187,8 @@ def test_generate_answers_as_plain_transformers_does(tiny):
     assert texts == alone
     assert m.generate(prompts, max_new_tokens=24, do_sample=False, disable_lora=True) != texts
     tokenizer = AutoTokenizer.from_pretrained(tiny)
-    ids = tokenizer.apply_chat_template(prompts[0]["messages"], add_generation_prompt=True, return_tensors="pt", return_dict=False)
+    how = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": False}
+    ids = tokenizer.apply_chat_template(prompts[0]["messages"], **how)
     m.module.eval()
     with m.adapters.activate("default"):
         made = m.module.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False)

@@ -214,7 +214,8 @@ def test_B12_rank_alpha_and_scale_belong_to_the_adapter(rslora, right, tmp_path)
     put(store, "tenant", 1.0, 1.0)
     assert answer(store, "tenant") == right
     store.write("tenant", tmp_path)
-    stored, config = load_file(tmp_path / "adapter_model.safetensors"), json.loads((tmp_path / "adapter_config.json").read_text())
+    stored = load_file(tmp_path / "adapter_model.safetensors")
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
     assert sorted(list(t.shape) for t in stored.values()) == [[1, 4], [4, 1]]
     assert (config["r"], config["lora_alpha"], config["use_rslora"], config["target_modules"]) == (4, 8, rslora, ["lin"])
     plain = PeftModel.from_pretrained(ToyL(ToyLConfig(0.0)), tmp_path)
@@ -411,3 +412,35 @@ def test_skeleton_shares_nothing(llama, ids):
     assert not hasattr(llama, "peft_config")
     assert torch.equal(logits(llama, ids), before)
     assert all(torch.equal(v, state[k]) for k, v in plain_state(llama).items())
+
+
+@pytest.mark.parametrize("others", [0, 1])
+def test_failure_that_no_rehearsal_shows_is_taken_back(llama, ids, others, monkeypatch):
+    """The device is full while the second of many layers is made."""
+    store = PeftAdapters(llama)
+    if others:
+        store.acquire("a", METHODS["modules to save"])
+        train_once(store, "a", ids)
+    state, switches, tree = copy_of(llama.state_dict()), flags(llama), [(n, id(m)) for n, m in llama.named_modules()]
+    made = []
+    real = peft.tuners.lora.layer.LoraLayer.reset_lora_parameters
+
+    def full(layer, name, init):
+        made.append(name)
+        weight = next(iter(layer.lora_A.values()), None)
+        if len([n for n in made if n == made[-1]]) > 3 and (weight is None or weight.weight.device.type != "meta"):
+            raise torch.OutOfMemoryError("full")
+        return real(layer, name, init)
+
+    monkeypatch.setattr(peft.tuners.lora.layer.LoraLayer, "reset_lora_parameters", full)
+    monkeypatch.setattr(store, "_rehearse", lambda *a: {})
+    with pytest.raises(torch.OutOfMemoryError):
+        store.acquire("b", METHODS["all-linear"] if not others else METHODS["modules to save"])
+    assert store.names() == ["a"] * others
+    assert flags(llama) == switches
+    if not others:
+        assert [(n, id(m)) for n, m in llama.named_modules()] == tree
+    assert all(torch.equal(v, state[k]) for k, v in llama.state_dict().items())
+    monkeypatch.undo()
+    store.acquire("b", METHODS["modules to save"])
+    train_once(store, "b", ids)

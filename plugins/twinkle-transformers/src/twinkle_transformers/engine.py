@@ -176,7 +176,7 @@ class TransformersEngine(LoopEngine):
         """The output layer if the logits are its output alone, else None. Asked once for each pair of layers and forward."""
         layer = self.module.get_output_embeddings()
         forward = getattr(self.module.forward, "__func__", self.module.forward)  # a patch may have put another in its place
-        key = (id(layer), id(getattr(self.module, "base_model", None)), forward)
+        key = (id(layer), id(getattr(self.module, "base_model", None)), forward, frozenset(inputs))
         if key not in self._roads:
             self._roads[key] = output_layer_of(self.module, inputs)
         return layer if self._roads[key] else None

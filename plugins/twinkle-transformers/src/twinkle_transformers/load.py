@@ -38,6 +38,8 @@ def model_class(spec: Any) -> Any:
     if spec is None:
         return transformers.AutoModelForCausalLM
     if not isinstance(spec, str):
+        if not hasattr(spec, "from_pretrained"):
+            raise UnknownModelClass(getattr(spec, "__name__", repr(spec)), None)
         return spec
     found = getattr(transformers, spec, None) if spec in dir(transformers) else None
     if not hasattr(found, "from_pretrained") or not isinstance(found, type):

@@ -58,6 +58,8 @@ class TransformersModel(SessionModel):
         ``hub.resolve`` raises.
     """
 
+    adapters: PeftAdapters
+
     def __init__(
         self,
         model_cls: type[PreTrainedModel] | type | str | None = "AutoModelForCausalLM",
@@ -108,10 +110,17 @@ class TransformersModel(SessionModel):
         adapters = PeftAdapters(module, precision, lambda: getattr(self.sessions[BASE].template, "tokenizer", None))
         super().__init__(engine, adapters)
 
+    def set_optimizer(self, optimizer_cls: Any = "adamw", *, adapter_name: str | None = None, **kwargs: Any) -> None:
+        """As for every model. The weights of an optimizer that is ready made become fp32 too, like those of one made here."""
+        super().set_optimizer(optimizer_cls, adapter_name=adapter_name, **kwargs)
+        optimizer = self._session(adapter_name).optimizer
+        assert optimizer is not None
+        self.adapters.precision.master(p for group in optimizer.param_groups for p in group["params"])
+
     @property
     def module(self) -> Any:
         """The transformers model itself, peft's layers inside."""
-        return self.adapters.module  # type: ignore[attr-defined]
+        return self.adapters.module
 
 
 def _scaler(precision: Precision, device: torch.device, config: Mapping[str, Any] | None) -> torch.amp.GradScaler | None:
