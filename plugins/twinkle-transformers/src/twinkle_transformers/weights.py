@@ -1,4 +1,4 @@
-"""Weight files: an adapter as PEFT writes it, a model as transformers writes it; strict keys, and ties that stay what they are."""
+"""Weight files: an adapter as PEFT writes it, a model as transformers writes it; strict keys; ties are kept as they are."""
 
 from __future__ import annotations
 
