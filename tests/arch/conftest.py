@@ -62,7 +62,11 @@ def imports(source, *, everywhere):
         elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test) and not everywhere:
             stack += node.orelse
         elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or everywhere:
-            stack += [child for child in ast.iter_child_nodes(node) if isinstance(child, ast.stmt | ast.ExceptHandler | ast.match_case)]
+            stack += [
+                child
+                for child in ast.iter_child_nodes(node)
+                if isinstance(child, ast.stmt | ast.ExceptHandler | ast.match_case)
+            ]
     return found
 
 

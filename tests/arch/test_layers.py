@@ -6,7 +6,11 @@ import subprocess
 import sys
 
 #: third parties that a layer may import when it is imported itself, besides those of the layers below
-THIRD_PARTY = {0: {"pluggy", "importlib_metadata"}, 1: {"pydantic", "pydantic_core", "yaml"}, 2: {"torch", "safetensors", "tqdm"}}
+THIRD_PARTY = {
+    0: {"pluggy", "importlib_metadata"},
+    1: {"pydantic", "pydantic_core", "yaml"},
+    2: {"torch", "safetensors", "tqdm"},
+}
 LAYER_1 = {"config", "data", "templates"}
 LAYER_2 = {"train", "ops", "losses", "metrics", "processors", "patches", "testing"}
 #: modules in another layer than their package

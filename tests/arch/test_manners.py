@@ -44,14 +44,14 @@ def inside(tree, wanted):
 
 
 def test_the_environment_is_read_in_settings_alone(sources):
-    wrong = [
-        f"{s.path}:{node.lineno}"
-        for s in sources
-        if s.path != "twinkle_core/settings.py"
-        for node in ast.walk(s.tree)
-        if isinstance(node, ast.Attribute) and node.attr in ("environ", "environb", "getenv") and ast.unparse(node.value) == "os"
-        or isinstance(node, ast.ImportFrom) and node.module == "os" and {a.name for a in node.names} & {"environ", "getenv"}
-    ]  # fmt: skip
+    words = {"environ", "environb", "getenv"}
+    wrong = []
+    for s in sources:
+        for node in ast.walk(s.tree) if s.path != "twinkle_core/settings.py" else ():
+            read = isinstance(node, ast.Attribute) and node.attr in words and ast.unparse(node.value) == "os"
+            taken = isinstance(node, ast.ImportFrom) and node.module == "os" and {a.name for a in node.names} & words
+            if read or taken:
+                wrong.append(f"{s.path}:{node.lineno}")
     assert wrong == []
 
 
@@ -150,7 +150,9 @@ def test_hooks_are_called_as_they_are_specified(sources):
     wrong = []
     for s in sources:
         for node in ast.walk(s.tree):
-            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr.startswith("twinkle_")):
+            if not (
+                isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr.startswith("twinkle_")
+            ):
                 continue
             if node.args or {k.arg for k in node.keywords} != hooks.get(node.func.attr):
                 wrong.append(f"{s.path}:{node.lineno} {ast.unparse(node)}")
@@ -167,7 +169,11 @@ def test_public_things_have_a_text(sources, home):
         if not ast.get_docstring(s.tree):
             wrong.append(s.path)
         for node in s.tree.body:
-            if isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_") and not ast.get_docstring(node):
+            if (
+                isinstance(node, ast.ClassDef | ast.FunctionDef)
+                and not node.name.startswith("_")
+                and not ast.get_docstring(node)
+            ):
                 wrong.append(f"{s.path}:{node.lineno} {node.name}")
     assert wrong == []
 

@@ -90,14 +90,20 @@ def test_states_that_need_no_import(installed, capsys, monkeypatch):
     assert status == 0
     states = {row["distribution"] + "/" + row["name"]: row["state"] for row in rows.values()}
     assert states == {
-        "acme/same": "shared name", "beta/Same": "shared name", "acme/odd": "installed", "off/off": "off", "future/later": "other API",
-    }  # fmt: skip
+        "acme/same": "shared name",
+        "beta/Same": "shared name",
+        "acme/odd": "installed",
+        "off/off": "off",
+        "future/later": "other API",
+    }
     assert rows["patch", "same"]["why"] == "beta has this name too; ask for 'acme/same'"
     assert "plugin API 2" in rows["patch", "later"]["why"]
 
 
 def test_a_hook_module_with_a_fault_is_shown(installed, capsys):
-    installed("bad-hooks", entry_points={"plugins": {"bad": "bad_hooks_mod"}}, modules={"bad_hooks_mod.py": "raise ValueError('no')"})
+    installed(
+        "bad-hooks", entry_points={"plugins": {"bad": "bad_hooks_mod"}}, modules={"bad_hooks_mod.py": "raise ValueError('no')"}
+    )
     source = "from twinkle_core import hookimpl\n@hookimpl\ndef twinkle_aftr_step(): ...\n"
     installed("odd-hooks", entry_points={"plugins": {"odd": "odd_hooks_mod"}}, modules={"odd_hooks_mod.py": source})
     status, rows, _ = shown(capsys)
@@ -175,17 +181,29 @@ class TestShow:
 class TestDoctor:
     def test_the_report(self, installed, capsys, monkeypatch, tmp_path):
         monkeypatch.setenv("TWINKLE_CACHE", str(tmp_path / "not" / "there"))
-        source = "from twinkle_core import hookimpl\n@hookimpl\ndef twinkle_report_header():\n    return ['acme is well', 'and so']\n"
+        hook = "@hookimpl\ndef twinkle_report_header():\n    return ['acme is well', 'and so']\n"
+        source = "from twinkle_core import hookimpl\n" + hook
         installed("acme", entry_points={"plugins": {"acme": "acme_reporting"}}, modules={"acme_reporting.py": source})
-        monkeypatch.setattr(doctor, "plugin_faults", lambda: [])
+        monkeypatch.setattr(doctor, "plugin_faults", list)
         assert main(["doctor"]) == 0
         plugins.unregister("acme/acme")
         text = capsys.readouterr().out
-        for word in ("twinkle-core", "python", "torch", "TWINKLE_CACHE", str(tmp_path / "not" / "there"), "GiB", "acme is well", "and so"):
+        for word in (
+            "twinkle-core",
+            "python",
+            "torch",
+            "TWINKLE_CACHE",
+            str(tmp_path / "not" / "there"),
+            "GiB",
+            "acme is well",
+            "and so",
+        ):
             assert word in text
 
     def test_faults_are_listed(self, installed):
-        installed("acme", entry_points={"losses": {"bad": "acme_bad_one:L"}}, modules={"acme_bad_one.py": "raise OSError('disk')"})
+        installed(
+            "acme", entry_points={"losses": {"bad": "acme_bad_one:L"}}, modules={"acme_bad_one.py": "raise OSError('disk')"}
+        )
         assert any("OSError: disk" in fault for fault in doctor.plugin_faults())
 
     def test_bf16_is_read_from_the_flags(self, tmp_path):

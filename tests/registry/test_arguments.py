@@ -20,14 +20,14 @@ def test_names_that_exist_pass():
 
 
 def test_a_misspelt_name_is_told():
-    with pytest.raises(WrongArgument, match="AdamW has no parameter 'weigth_decay'. Did you mean 'weight_decay'"):
+    with pytest.raises(WrongArgument, match=r"AdamW has no parameter 'weigth_decay'. Did you mean 'weight_decay'"):
         check(torch.optim.AdamW, {"weigth_decay": 0.1}, positional=1)
     with pytest.raises(WrongArgument, match="the loss has no parameter 'e'"):
         check(function, {"e": 1}, name="the loss")
 
 
 def test_what_the_caller_fills_in_is_refused():
-    with pytest.raises(ReservedArgument, match="AdamW gets its 'params' from twinkle"):
+    with pytest.raises(ReservedArgument, match=r"AdamW gets its 'params' from twinkle"):
         check(torch.optim.AdamW, {"params": []}, positional=1)
 
 
@@ -55,5 +55,5 @@ def test_a_callable_object_is_checked_by_its_call():
         def __call__(self, temperature):
             return temperature
 
-    with pytest.raises(WrongArgument, match="Callable has no parameter 'temp'. Did you mean 'temperature'"):
+    with pytest.raises(WrongArgument, match=r"Callable has no parameter 'temp'. Did you mean 'temperature'"):
         check(Callable(), {"temp": 1})

@@ -31,7 +31,9 @@ def test_each_kind_has_a_module(kind):
 
 
 def test_third_party_classes_appear(installed):
-    installed.add("acme", entry_points={"losses": {"shiny": "acme_shiny:ShinyLoss"}}, modules={"acme_shiny.py": "class ShinyLoss: pass"})
+    installed.add(
+        "acme", entry_points={"losses": {"shiny": "acme_shiny:ShinyLoss"}}, modules={"acme_shiny.py": "class ShinyLoss: pass"}
+    )
     registry.refresh()
     import twinkle.loss
 
@@ -43,7 +45,9 @@ def test_third_party_classes_appear(installed):
 
 
 def test_an_import_that_fails_shows_the_whole_text(installed):
-    installed.add("bad", "0.3", entry_points={"losses": {"bad": "bad_one:BadLoss"}}, modules={"bad_one.py": "import does_not_exist"})
+    installed.add(
+        "bad", "0.3", entry_points={"losses": {"bad": "bad_one:BadLoss"}}, modules={"bad_one.py": "import does_not_exist"}
+    )
     registry.refresh()
     with pytest.raises(ImportError, match="The fault is in bad or what it needs"):
         from twinkle.loss import BadLoss  # noqa: F401
@@ -63,13 +67,12 @@ def test_what_is_no_class_name_is_a_plain_attribute_error():
 
 
 def test_contracts_are_importable():
+    import twinkle_core
     from twinkle.loss import Loss
     from twinkle.metric import Metric
     from twinkle.model import TwinkleModel
     from twinkle.patch import Patch
     from twinkle.processor import Processor
-
-    import twinkle_core
 
     for cls in (Loss, Metric, TwinkleModel, Patch, Processor):
         assert getattr(twinkle_core, cls.__name__) is cls

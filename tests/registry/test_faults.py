@@ -25,7 +25,9 @@ raise RuntimeError("second half")
 def test_B49_one_broken_plugin_does_not_take_the_host_down(site, caplog, monkeypatch):
     """A broken component and a hook module that fails half-way leave the good plugin working, and a repair is seen."""
     caplog.set_level(logging.WARNING, logger="twinkle")
-    site.add("good", entry_points={"losses": {"good": "good_plugin:GoodLoss"}}, modules={"good_plugin.py": "class GoodLoss: pass"})
+    site.add(
+        "good", entry_points={"losses": {"good": "good_plugin:GoodLoss"}}, modules={"good_plugin.py": "class GoodLoss: pass"}
+    )
     site.add("bad", "0.3", entry_points={"losses": {"bad": "bad_plugin:BadLoss"}},
              modules={"bad_plugin.py": "raise ImportError('libfoo missing')"})  # fmt: skip
     site.add("half", "2.0", entry_points={"plugins": {"half": "half_plugin"}},

@@ -25,7 +25,14 @@ def test_only_what_was_allowed_answers(acme, monkeypatch):
     assert names.frozen
     assert names.resolve("loss", "a").__name__ == names.resolve("loss", "acme/a").__name__ == "A"
     monkeypatch.setenv("TWINKLE_TRUST_REMOTE_CODE", "1")
-    refused = [("loss", "b"), ("metric", "a"), ("loss", "acme_ab:B"), ("loss", "os:system"), ("loss", "hf://x/y"), ("loss", "ms://x/y#A")]
+    refused = [
+        ("loss", "b"),
+        ("metric", "a"),
+        ("loss", "acme_ab:B"),
+        ("loss", "os:system"),
+        ("loss", "hf://x/y"),
+        ("loss", "ms://x/y#A"),
+    ]
     for kind, spec in refused:
         with pytest.raises(FrozenRegistry):
             names.resolve(kind, spec)

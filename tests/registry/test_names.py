@@ -45,7 +45,9 @@ def test_every_way_to_write_words_is_one_name(kind, words):
 
 
 def test_first_party_names_are_apart():
-    keys = [(kind, fold(kind, word)) for (kind, name), (cls, _, _) in KNOWN.items() for word in {fold(kind, name), fold(kind, cls)}]
+    keys = [
+        (kind, fold(kind, word)) for (kind, name), (cls, _, _) in KNOWN.items() for word in {fold(kind, name), fold(kind, cls)}
+    ]
     assert len(keys) == len(set(keys))
 
 

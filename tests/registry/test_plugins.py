@@ -89,7 +89,7 @@ def test_strict(site, monkeypatch):
     monkeypatch.setenv("TWINKLE_STRICT_PLUGINS", "1")
     names = site.registry()
     for _ in range(2):  # a failure is not taken for done
-        with pytest.raises(HookFailed, match="plugin 'bad' from bad 0.3 could not be loaded: RuntimeError: no"):
+        with pytest.raises(HookFailed, match=r"plugin 'bad' from bad 0\.3 could not be loaded: RuntimeError: no"):
             names.plugins().hooks()
 
 
@@ -131,7 +131,10 @@ def test_half_registered_names_are_gone(site, warned):
     [
         ("@hookimpl\ndef twinkle_aftr_step(result): ...\n", "there is no such hook. Did you mean 'twinkle_after_step'?"),
         ("@hookimpl\ndef twinkle_after_step(resalt): ...\n", "resalt"),
-        ("@hookimpl(wrapper=True)\ndef twinkle_after_step(result):\n    return (yield)\n", "wrappers of hooks are not supported"),
+        (
+            "@hookimpl(wrapper=True)\ndef twinkle_after_step(result):\n    return (yield)\n",
+            "wrappers of hooks are not supported",
+        ),
     ],
     ids=["unknown hook", "unknown parameter", "wrapper"],
 )
@@ -187,7 +190,9 @@ def test_nobody_listening_costs_next_to_nothing():
 
     plugins = Registry(path=()).plugins()
     plugins.hooks()
-    best = min(timeit.repeat(lambda: plugins.hooks().twinkle_after_step(session=None, result=None), number=1000, repeat=5)) / 1000
+    best = (
+        min(timeit.repeat(lambda: plugins.hooks().twinkle_after_step(session=None, result=None), number=1000, repeat=5)) / 1000
+    )
     assert best < 50e-6  # about 2 µs where nothing else runs
 
 

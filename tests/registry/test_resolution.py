@@ -25,7 +25,10 @@ def test_an_object_is_taken_as_it_is(site):
 def test_every_spelling_gives_the_same_class(site):
     focal(site)
     names = site.registry()
-    found = {names.resolve("loss", s) for s in ("focal", "Focal", "FOCAL_LOSS", "FocalLoss", "acme-losses/focal", "Acme_Losses/FocalLoss")}
+    found = {
+        names.resolve("loss", s)
+        for s in ("focal", "Focal", "FOCAL_LOSS", "FocalLoss", "acme-losses/focal", "Acme_Losses/FocalLoss")
+    }
     assert found == {sys.modules["acme_losses"].FocalLoss}
     assert names.resolve("losses", "focal") in found
 
@@ -104,7 +107,8 @@ def test_names_known_only_at_run_time(site):
         modules={
             "acme_hooks.py": "from twinkle_core import hookimpl\n"
             "class Made: pass\n"
-            "@hookimpl\ndef twinkle_components(kind):\n    return {'made': Made, 'path': 'acme_hooks:Made'} if kind == 'loss' else None\n"
+            "MADE = {'made': Made, 'path': 'acme_hooks:Made'}\n"
+            "@hookimpl\ndef twinkle_components(kind):\n    return MADE if kind == 'loss' else None\n"
             "@hookimpl\ndef twinkle_resolve(kind, name):\n    return Made if name == 'anything' else None\n"
         },
     )

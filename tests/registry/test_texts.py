@@ -58,7 +58,12 @@ def test_not_installed_because_too_old(site):
 
 
 def test_broken(site):
-    site.add("bad-losses", "0.3", entry_points={"losses": {"bad": "bad_losses:B"}}, modules={"bad_losses.py": "import does_not_exist"})
+    site.add(
+        "bad-losses",
+        "0.3",
+        entry_points={"losses": {"bad": "bad_losses:B"}},
+        modules={"bad_losses.py": "import does_not_exist"},
+    )
     assert text(errors.Broken, lambda: site.registry().resolve("loss", "bad")) == (
         "loss 'bad' from bad-losses 0.3 could not be imported (bad_losses:B).\n"
         "    ModuleNotFoundError: No module named 'does_not_exist'\n"
