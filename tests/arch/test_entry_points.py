@@ -37,6 +37,8 @@ def stub_names(path):
     for node in tree.body:
         if isinstance(node, ast.ImportFrom) and node.module != "typing":
             found |= {alias.asname or alias.name: f"{node.module}:{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Assign):  # another name for one of them
+            found[ast.unparse(node.targets[0])] = found[ast.unparse(node.value)]
     return found
 
 
