@@ -52,7 +52,7 @@ def test_the_environment_is_read_in_settings_alone(sources):
             taken = isinstance(node, ast.ImportFrom) and node.module == "os" and {a.name for a in node.names} & words
             if read or taken:
                 wrong.append(f"{s.path}:{node.lineno}")
-    assert wrong == []
+    assert not wrong, "\n".join(wrong)
 
 
 def test_exceptions_live_in_errors(sources):
@@ -64,7 +64,7 @@ def test_exceptions_live_in_errors(sources):
             names = {ast.unparse(b).rpartition(".")[2] for b in node.bases} if isinstance(node, ast.ClassDef) else set()
             if any(n in EXCEPTIONS or n.endswith(("Error", "Exception")) for n in names):
                 wrong.append(f"{s.path}:{node.lineno} {node.name}")
-    assert wrong == []
+    assert not wrong, "\n".join(wrong)
 
 
 def test_every_error_is_twinkles(sources):
@@ -93,7 +93,7 @@ def test_nothing_catches_everything_and_goes_on(sources):
             raises = any(isinstance(n, ast.Raise) for statement in node.body for n in ast.walk(statement))
             if broad and not raises and f"{s.path}:{where}" not in CATCH_ALL:
                 wrong.append(f"{s.path}:{node.lineno} in {where}")
-    assert wrong == []
+    assert not wrong, "\n".join(wrong)
 
 
 def test_no_keyword_is_popped(sources):
@@ -104,7 +104,7 @@ def test_no_keyword_is_popped(sources):
             for node in ast.walk(function):
                 if isinstance(node, ast.Call) and ast.unparse(node.func) in (f"{swallowed}.pop", f"{swallowed}.setdefault"):
                     wrong.append(f"{s.path}:{node.lineno}")
-    assert wrong == []
+    assert not wrong, "\n".join(wrong)
 
 
 def test_packages_hold_no_logic(sources):
@@ -156,7 +156,7 @@ def test_hooks_are_called_as_they_are_specified(sources):
                 continue
             if node.args or {k.arg for k in node.keywords} != hooks.get(node.func.attr):
                 wrong.append(f"{s.path}:{node.lineno} {ast.unparse(node)}")
-    assert wrong == []
+    assert not wrong, "\n".join(wrong)
 
 
 @pytest.mark.parametrize("home", ["twinkle", "twinkle_core", "plugins"])
@@ -175,7 +175,7 @@ def test_public_things_have_a_text(sources, home):
                 and not ast.get_docstring(node)
             ):
                 wrong.append(f"{s.path}:{node.lineno} {node.name}")
-    assert wrong == []
+    assert not wrong, "\n".join(wrong)
 
 
 def test_no_path_of_somebodys_machine():
@@ -191,4 +191,4 @@ def test_no_path_of_somebodys_machine():
         if path.suffix in (".py", ".pyi", ".md", ".toml", ".ini", ".yaml", ".yml", ".txt", "") and path.is_file():
             text = path.read_text(encoding="utf-8", errors="replace")
             wrong += [f"{name}: {needle}" for needle in needles if needle in text]
-    assert wrong == []
+    assert not wrong, "\n".join(wrong)
