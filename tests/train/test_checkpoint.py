@@ -427,6 +427,30 @@ def test_a_disk_that_fills_up_leaves_the_old_checkpoint_whole(tmp_path, monkeypa
     assert [p.name for p in tmp_path.iterdir()] == ["c"]
 
 
+REFUSED = """
+import resource, signal, sys
+from twinkle_core.errors import CheckpointNotWritten
+from twinkle_core.testing.engines import session_model
+from twinkle_core.testing.toys import TinyLM
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+model = session_model(TinyLM())
+model.save("c", sys.argv[1], consumed_train_samples=5)
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+try:
+    model.save("c", sys.argv[1], consumed_train_samples=9)
+except CheckpointNotWritten as error:
+    print("refused", model.sessions[""].consumed_train_samples, type(error.__cause__).__name__)
+"""
+
+
+def test_writes_that_the_system_itself_refuses(tmp_path):
+    """Under a limit on the size of files, with the errors that safetensors really raises."""
+    out = subprocess.run([sys.executable, "-c", REFUSED, tmp_path], capture_output=True, text=True, timeout=120)
+    assert out.stdout.split()[:2] == ["refused", "5"], out.stderr
+    assert [p.name for p in tmp_path.iterdir()] == ["c"]
+    assert fresh().load("c", tmp_path)["consumed_train_samples"] == 5
+
+
 def test_no_pickle_and_what_the_state_file_says(tmp_path):
     model = fresh()
     run(model, BATCHES[:3])

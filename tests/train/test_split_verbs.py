@@ -95,6 +95,22 @@ def test_each_forward_has_one_backward():
     assert model.sessions[""].window.count == 1
 
 
+def test_a_backward_that_fails_drops_the_window_and_says_so():
+    module = TinyLM()
+    model = session_model(module)
+    model.forward_backward(random_rows([3]), gradient_accumulation_steps=3)
+    model.forward(random_rows([4]), return_logits=False)
+    handle = module.mix.register_full_backward_hook(lambda *args: (_ for _ in ()).throw(ZeroDivisionError("mine")))
+    model.forward(random_rows([4]), return_logits=False)
+    with pytest.raises(ZeroDivisionError) as caught:
+        model.backward()
+    handle.remove()
+    assert any("(1 backward(s) before this one) were dropped" in note for note in caught.value.__notes__)
+    assert model.sessions[""].window.count == 0 and all(p.grad is None for p in module.parameters())
+    with pytest.raises(NoForward):
+        model.backward()
+
+
 def test_loss_arguments_of_calculate_loss():
     model = session_model(TinyLM())
     model.set_loss(lambda inputs, outputs, *, factor: outputs.logits.mean() * factor)
@@ -367,3 +383,5 @@ def test_generate_needs_a_template_and_decodes_with_it():
     model.set_template(Letters)
     conversation = {"messages": [{"role": "user", "content": "abc"}]}
     assert model.generate(conversation, times=2) == ["`cba`cba"]
+    with pytest.raises(WrongArgument, match=r"Echo.generate has no parameter 'time'. Did you mean 'times'"):
+        model.generate(conversation, time=2)

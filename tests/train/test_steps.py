@@ -17,8 +17,10 @@ from twinkle_core.errors import (
     WindowSizeChanged,
     WrongArgument,
 )
+from twinkle_core.testing.adapters import ToyAdapters, ToyLinear
 from twinkle_core.testing.engines import CallbackEngine, OneOfTwoRanks, ToyEngine, session_model
 from twinkle_core.testing.toys import TinyLM, TwoWords, random_rows, row
+from twinkle_core.train.verbs import SessionModel
 from twinkle_core.types import LossOutput
 
 ENGINES = [ToyEngine, CallbackEngine]
@@ -349,6 +351,30 @@ def test_an_overflow_skips_the_update_lowers_the_scale_and_holds_the_schedule():
     model.forward_backward(M1)
     assert model.clip_grad_and_step(1.0) == pytest.approx(5.0)
     assert session.cur_step == 1 and model.calculate_metric()["skipped"] == 1
+
+
+def test_an_open_window_of_another_adapter_follows_the_loss_scale():
+    """One scaler, two adapters: when the scale changes between a window's backwards, what it holds is brought along."""
+
+    def run(interrupted):
+        module = ToyLinear()
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        model = SessionModel(ToyEngine(module, scaler=scaler), ToyAdapters(module))
+        for name in ("a", "b"):
+            model.add_adapter_to_model(name, 1.0)
+            model.set_optimizer("sgd", lr=1.0, adapter_name=name)
+        model.set_loss("mse", adapter_name="")
+        model.set_loss(lambda inputs, outputs: outputs["values"].sum() * torch.inf, adapter_name="b")
+        model.sessions["b"].loss.needs = frozenset({"values"})
+        for y in (4, 5):
+            model.forward_backward([row([y], [1])], adapter_name="a", gradient_accumulation_steps=2)
+            if interrupted and y == 4:
+                model.forward_backward([row([y], [1])], adapter_name="b")
+                assert model.clip_grad_and_step(adapter_name="b") == math.inf
+        assert scaler.get_scale() == (512.0 if interrupted else 1024.0)
+        return model.clip_grad_norm(math.inf, adapter_name="a")
+
+    assert run(True) == run(False) > 0
 
 
 def test_a_window_given_up_after_clipping_leaves_the_scaler_usable():

@@ -137,7 +137,7 @@ def gather(model: Sessions, session: Session) -> Parts:
     return parts
 
 
-def write(model: Sessions, session: Session, folder: Path, parts: Parts | None) -> None:
+def write(model: Sessions, session: Session, folder: Path, parts: Parts | None, consumed: int) -> None:
     """Write a checkpoint's files into an empty folder. ``parts`` None: weights alone."""
     model.adapters.write(session.name, folder)
     if parts is not None:
@@ -152,7 +152,7 @@ def write(model: Sessions, session: Session, folder: Path, parts: Parts | None) 
         adapter_name=session.name,
         resumable=parts is not None,
         cur_step=session.cur_step,
-        consumed_train_samples=session.consumed_train_samples,
+        consumed_train_samples=consumed,
         gradient_accumulation_steps=session.window.size,
         skipped_steps=session.skipped_steps,
         window=session.window.state_dict(),
@@ -285,7 +285,6 @@ def apply(model: Sessions, session: Session, loaded: Loaded) -> None:
     """Set everything but the weights. Sets, never adds: twice is once. Random state comes last, so nothing draws after it."""
     state = loaded.state
     if session.optimizer is not None:
-        model.engine.zero_grad(session.optimizer)
         assert loaded.optimizer is not None
         session.optimizer.load_state_dict(loaded.optimizer)
         # torch notes on the optimizer that it has stepped, and warns about an lr_step before that; this one did, elsewhere
