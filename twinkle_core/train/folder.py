@@ -87,7 +87,7 @@ def replacing(path: Path) -> Iterator[Path]:
         _sync(temporary)
         _swap(temporary, path)
         _sync(path.parent)
-    except (OSError, SafetensorError) as error:  # safetensors wraps what the disk says in an exception of its own
+    except (OSError, SafetensorError) as error:  # safetensors wraps the system's error in its own
         raise CheckpointNotWritten(str(path), getattr(error, "strerror", None) or str(error)) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
