@@ -250,7 +250,7 @@ class ChatTemplate(Template):
         return ids if eos is None or (ids and ids[-1] == eos) else [*ids, eos]
 
     def decode(self, ids: Sequence[int], **kwargs: Any) -> str:
-        """Ids to text; positions of -100 are passed over, so labels can be read too. ``kwargs``: of the tokenizer's ``decode``."""
+        """Ids to text, without positions of -100 (so labels can be read too). ``kwargs``: of the tokenizer's ``decode``."""
         kept = [int(i) for i in ids if int(i) != IGNORE_INDEX]
         return str(self.tokenizer.decode(kept, **{"clean_up_tokenization_spaces": False, **kwargs}))
 
