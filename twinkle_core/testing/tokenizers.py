@@ -17,6 +17,9 @@ _LINES = (
     "system user assistant tool\n\n",
 )
 
+#: How text is cut before merging: words with one sign before them, digits alone, line breaks together.
+_WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
 TOY_T = (
     "<bos>{% set ns = namespace(last=-1) %}"
     "{% for m in messages %}{% if m['role'] == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
@@ -150,10 +153,15 @@ def chat_tokenizer(
         special: tokens never cut, beside ``bos`` and ``eos``.
         add_bos: whether the tokenizer itself puts ``bos`` before each text.
     """
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(_WORDS), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
     tokenizer.decoder = decoders.ByteLevel()
     tokens = [*special, eos, *([bos] if bos else [])]
     trainer = trainers.BpeTrainer(
