@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import subprocess
@@ -20,6 +21,10 @@ from twinkle_core.mesh import DeviceMesh
 
 def rank(r: int, of: int) -> SimpleNamespace:
     return SimpleNamespace(data_rank=r, data_world_size=of)
+
+
+def flat(batches):
+    return list(itertools.chain.from_iterable(batches))
 
 
 def epochs(loader: DataLoader, count: int) -> list[list[list[int]]]:
@@ -60,7 +65,7 @@ def test_B16_resume_within_the_second_epoch_keeps_its_order():
     assert state == {"consumed_train_samples": 14}
     resumed, _ = run(3, 14, 3)
     assert resumed == unbroken[7:]
-    first, second = sum(unbroken[:5], []), sum(unbroken[5:], [])
+    first, second = flat(unbroken[:5]), flat(unbroken[5:])
     assert sorted(first) == sorted(second) == list(range(10))
     assert first != second
 
@@ -136,12 +141,18 @@ def test_B59_len_is_the_true_count_and_all_rows_come_round(rule):
     for _ in range(3):
         batches = list(loader)
         assert len(batches) == len(loader)
-        seen.update(sum(batches, []))
+        seen.update(flat(batches))
     assert seen == set(range(10))
 
 
 SETUPS = st.fixed_dictionaries(
-    {"size": st.integers(1, 40), "batch_size": st.integers(1, 9), "world": st.integers(1, 4), "shuffle": st.booleans(), "seed": st.integers(0, 5)}
+    {
+        "size": st.integers(1, 40),
+        "batch_size": st.integers(1, 9),
+        "world": st.integers(1, 4),
+        "shuffle": st.booleans(),
+        "seed": st.integers(0, 5),
+    }
 )
 
 
@@ -151,13 +162,16 @@ def test_over_the_ranks_each_row_comes_once_an_epoch(setup):
     assume(setup["batch_size"] >= setup["world"])
     kwargs = {k: setup[k] for k in ("batch_size", "shuffle", "seed")}
     whole = epochs(DataLoader(range(setup["size"]), **kwargs), 2)
-    ranks = [epochs(DataLoader(range(setup["size"]), device_mesh=rank(r, setup["world"]), **kwargs), 2) for r in range(setup["world"])]
+    ranks = [
+        epochs(DataLoader(range(setup["size"]), device_mesh=rank(r, setup["world"]), **kwargs), 2)
+        for r in range(setup["world"])
+    ]
     for epoch, single in enumerate(whole):
         parts = [r[epoch] for r in ranks]
         assert {len(p) for p in parts} == {len(single)}
-        assert [sum(batch, []) for batch in zip(*parts, strict=True)] == single
+        assert [flat(batch) for batch in zip(*parts, strict=True)] == single
         assert all(max(map(len, b)) - min(map(len, b)) <= 1 for b in zip(*parts, strict=True))
-        assert sorted(sum(single, [])) == list(range(setup["size"]))
+        assert sorted(flat(single)) == list(range(setup["size"]))
 
 
 @settings(max_examples=150, deadline=None)
@@ -183,7 +197,7 @@ def test_resumed_is_unbroken(setup, rule, steps, data):
         loader.resume_from_checkpoint(state)
         ranks.append(forever(loader))
     for _ in range(data.draw(st.integers(1, 12))):
-        assert sum((next(r) for r in ranks), []) == next(run)
+        assert flat(next(r) for r in ranks) == next(run)
 
 
 def test_leaving_early_passes_over_the_rest():

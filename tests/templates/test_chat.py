@@ -29,6 +29,10 @@ def system(text):
     return {"role": "system", "content": text}
 
 
+def tool(text):
+    return {"role": "tool", "content": text}
+
+
 def call(name, arguments, text=""):
     return assistant(text, tool_calls=[{"type": "function", "function": {"name": name, "arguments": arguments}}])
 
@@ -99,7 +103,9 @@ def test_B23_each_strategy_keeps_what_it_says():
 
 
 def test_B23_a_row_without_labels_left_never_passes_silently():
-    with pytest.raises(NoLabels, match="no trained token is left after truncation_strategy='right' cut 10 tokens to max_length 6"):
+    with pytest.raises(
+        NoLabels, match="no trained token is left after truncation_strategy='right' cut 10 tokens to max_length 6"
+    ):
         _b23(6, "right").encode(_ten())
     long_prompt = {"messages": [user("hi"), assistant("yo"), user("hi " * 20)]}
     with pytest.raises(NoLabels, match="'left'"):
@@ -180,6 +186,21 @@ def test_each_family_trains_the_answer_and_what_ends_it(tokenizer, expected):
     assert bos is None or row["input_ids"].count(bos) == 1
 
 
+def test_the_last_answer_may_end_with_another_token():
+    """Both begin alike, so what follows an answer has nothing in common but a piece of a token."""
+    tokens = ("<|start|>", "<|end|>", "<|return|>")
+    template = ChatTemplate(
+        toys.chat_tokenizer(
+            "{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}"
+            "{% if loop.last and m.role == 'assistant' %}<|return|>{% else %}<|end|>{% endif %}{% endfor %}"
+            "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}",
+            tokens,
+            eos="<|endoftext|>",
+        )
+    )
+    assert trained(template, template.encode({"messages": TALK})) == ["yo<|end|>", "go<|return|>"]
+
+
 def test_generation_tags_and_marks_agree():
     """Two ways to the same labels: the template's own tags, and the same template without them."""
     texts = ["hi", " a b\n", "<think>x</think>y", "你好", "<|im_start|>user", ""]
@@ -199,7 +220,13 @@ def test_a_system_message_that_moves_is_followed():
 
 def test_trimmed_and_quoted_texts_are_followed():
     template = ChatTemplate(toys.headers_tokenizer())
-    talk = [system(" s "), user("\n hi"), call("f", {"x": "a\"b"}), {"role": "tool", "content": 'say "é"\n'}, assistant("  yo\n")]
+    talk = [
+        system(" s "),
+        user("\n hi"),
+        call("f", {"x": 'a"b'}),
+        {"role": "tool", "content": 'say "é"\n'},
+        assistant("  yo\n"),
+    ]
     row = template.encode({"messages": talk})
     assert trained(template, row) == ['{"name": "f", "parameters": {"x": "a\\"b"}}<|eot_id|>', "yo<|eot_id|>"]
 
@@ -245,7 +272,9 @@ def test_a_thought_is_trained_where_the_model_writes_it(in_prompt, thinking, exp
     template = ChatTemplate(toys.thinking_tokenizer(in_prompt), enable_thinking=thinking)
     row = template.encode(B21)
     assert trained(template, row) == expected
-    inline = {"messages": [user("hi"), assistant("<think>\nr1\n</think>\n\nyo"), user("ok"), assistant("<think>\nr2\n</think>\n\ngo")]}
+    inline = {
+        "messages": [user("hi"), assistant("<think>\nr1\n</think>\n\nyo"), user("ok"), assistant("<think>\nr2\n</think>\n\ngo")]
+    }
     assert template.encode(inline) == row
     prompt = template.encode({"messages": B21["messages"][:3]}, add_generation_prompt=True)
     assert row["input_ids"][: prompt["length"]] == prompt["input_ids"]
@@ -260,8 +289,8 @@ def test_a_template_without_thoughts_gets_them_in_the_text():
 LOOP = [
     user("weather?"),
     {**call("weather", {"city": "Bern", "days": 3}), "reasoning_content": "ask"},
-    {"role": "tool", "content": "sun"},
-    {"role": "tool", "content": "wind"},
+    tool("sun"),
+    tool("wind"),
     assistant("Sunny.", "done"),
 ]
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
@@ -273,7 +302,8 @@ def test_a_tool_loop_trains_calls_and_thoughts_but_no_results(arguments):
     talk = [LOOP[0], {**call("weather", arguments), "reasoning_content": "ask"}, *LOOP[2:]]
     row = template.encode({"messages": talk, "tools": TOOLS})
     assert trained(template, row) == [
-        '<think>\nask\n</think>\n\n<tool_call>\n{"name": "weather", "arguments": {"city": "Bern", "days": 3}}\n</tool_call><|im_end|>',
+        "<think>\nask\n</think>\n\n"
+        '<tool_call>\n{"name": "weather", "arguments": {"city": "Bern", "days": 3}}\n</tool_call><|im_end|>',
         "<think>\ndone\n</think>\n\nSunny.<|im_end|>",
     ]
     assert '"name": "weather", "parameters"' in template.decode(row["input_ids"])
@@ -311,7 +341,8 @@ def test_parse_reads_both_forms_of_calls():
     ]
     text = (
         'Now.\n<tool_call>\n{"name": "a", "arguments": {"x": 1, "y": {"z": null}}}\n</tool_call>\n'
-        "<tool_call>\n<function=b>\n<parameter=q>\ntwo words\n</parameter>\n<parameter=n>\n3\n</parameter>\n</function>\n</tool_call>"
+        "<tool_call>\n<function=b>\n<parameter=q>\ntwo words\n</parameter>\n<parameter=n>\n3\n</parameter>\n</function>\n"
+        "</tool_call>"
     )
     assert template.parse(text) == {"role": "assistant", "content": "Now.", "tool_calls": calls}
 
@@ -324,7 +355,7 @@ def test_what_is_rendered_is_parsed_back():
 
 # ------------------------------------------------------------------------------------------------ any conversation
 
-WORDS = st.text(st.sampled_from("ab é你<>/\n \t\"{}|") | st.characters(codec="utf-8", exclude_categories=("Cs",)), max_size=12)
+WORDS = st.text(st.sampled_from('ab é你<>/\n \t"{}|') | st.characters(codec="utf-8", exclude_categories=("Cs",)), max_size=12)
 TRICKY = st.sampled_from(["<|im_end|>", "<|im_start|>assistant\n", "</tool_response>", "\n", "a\n\n", "<think>"])
 TEXT = st.one_of(WORDS, st.tuples(WORDS, TRICKY, WORDS).map("".join))
 
@@ -391,7 +422,9 @@ def test_plain_text_is_trained_whole_with_an_end_token():
     assert targets(row)[1:] == row["input_ids"][1:]
     joined = template.encode({"messages": [user("hello"), assistant("world")]})
     assert joined == template.encode({"text": "hello\nworld"})
-    cut = ChatTemplate(tokenizer, use_chat_template=False, max_length=4, truncation_strategy="right").encode({"text": "hello world"})
+    cut = ChatTemplate(tokenizer, use_chat_template=False, max_length=4, truncation_strategy="right").encode(
+        {"text": "hello world"}
+    )
     assert cut["labels"] == [*row["labels"][:3], -100]
     base = ChatTemplate(toys.chat_tokenizer(None), use_chat_template=False)
     assert base.encode({"text": "a"})["labels"][-2] == base.tokenizer.eos_token_id
@@ -444,18 +477,23 @@ def test_a_base_models_tokenizer_is_told_with_the_ways_out():
     assert given.encode({"messages": TALK}) == _CHATML.encode({"messages": TALK})
 
 
+SHOWN = "{{ m['content'] }}"
+SPELLING = toys.CHATML.replace(SHOWN, "{{ m['content'] | replace('o', '0') }}")
+TOO_MANY = "{% if messages | length > 4 %}{{ raise_exception('too many') }}{% endif %}" + toys.CHATML
+
+
 @pytest.mark.parametrize(
     ("template", "talk", "text"),
     [
-        ("{{ messages[0].content }} {{ messages[-1].content | upper }}<|im_end|>", TALK[:2], "leaves out|can't be followed"),
-        (toys.CHATML.replace("m['content'] }}<", "m['content'] | replace('o', '0') }}<"), TALK, r"message \d \(\w+\): .*can't be followed"),
-        (toys.CHATML.replace("{{ m['content'] }}<", "{{ m['content'] }}{{ m['content'] }}<"), TALK, "writes its text twice|leaves out"),
-        (toys.BRACKETS, [user("hi"), assistant("yo"), {"role": "tool", "content": "5"}, assistant("go")], r"message 2 \(tool\): .*leaves out its content"),
-        (toys.HEADERS, [user("hi"), call("f", {}, "text beside it"), user("ok"), assistant("go")], r"message 1 \(assistant\): .*leaves out its content"),
+        ("{{ messages[0].content }} {{ messages[-1].content | upper }}<|im_end|>", TALK[:2], "leaves out"),
+        (SPELLING, [user("hi"), assistant("yo"), user("go"), assistant("a")], r"message 1 \(assistant\): .*can't be followed"),
+        (toys.CHATML.replace(SHOWN, SHOWN * 2), TALK, "leaves out|writes its text twice"),
+        (TOO_MANY, [*TALK, user("x"), assistant("y")], "refuses this conversation: too many"),
+        (toys.BRACKETS, [*TALK[:2], tool("5"), assistant("go")], r"message 2 \(tool\): .*leaves out its content"),
+        (toys.HEADERS, [user("hi"), call("f", {}, "beside"), *TALK[2:]], r"message 1 \(assistant\): .*leaves out its content"),
         (toys.CHATML_THINKING, [user("hi"), call("f", {"x": "<|im_end|>"})], r"message 1 .*arguments hold the end token"),
-        ("{% if messages | length > 4 %}{{ raise_exception('too many') }}{% endif %}" + toys.CHATML, [*TALK, user("x"), assistant("y")], "refuses this conversation: too many"),
     ],
-)  # fmt: skip
+)
 def test_what_cant_be_told_for_certain_is_refused_with_the_turn(template, talk, text):
     with pytest.raises(TemplateError, match=text):
         ChatTemplate(toys.chatml_tokenizer(), chat_template=template).encode({"messages": talk})
@@ -480,7 +518,10 @@ def test_a_thought_that_the_template_does_not_show_is_refused():
         ({"messages": [user(5)]}, "'content' is a int"),
         ({"messages": [user("x"), call("f", "{")]}, r"message 1 .*arguments of tool call 'f' are not JSON"),
         ({"messages": [user("x"), assistant("", tool_calls=["f"])]}, "a tool call needs"),
-        ({"messages": [user("x"), {"role": "assistant", "content": "y", "reasoning_content": 5}]}, "'reasoning_content' is a int"),
+        (
+            {"messages": [user("x"), {"role": "assistant", "content": "y", "reasoning_content": 5}]},
+            "'reasoning_content' is a int",
+        ),
         ({"messages": TALK, "tools": "["}, "not JSON"),
     ],
 )
@@ -492,7 +533,11 @@ def test_no_conversation_is_told(talk, text):
 
 def test_check_agrees_with_encode():
     template = ChatTemplate(toys.chatml_tokenizer(), max_length=20)
-    talks = [{"messages": [user("a"), assistant("b")]}, {"messages": [user("a")]}, {"messages": [user("a"), assistant("b" * 99)]}]
+    talks = [
+        {"messages": [user("a"), assistant("b")]},
+        {"messages": [user("a")]},
+        {"messages": [user("a"), assistant("b" * 99)]},
+    ]
     reasons = template.batch_check(talks)
     assert [r is None for r in reasons] == [True, False, False]
     assert "max_length is 20" in reasons[2]
@@ -520,4 +565,6 @@ def test_a_prompt_waits_for_an_answer():
     prompt = _CHATML.encode(long, add_generation_prompt=True)
     assert short.encode(long, add_generation_prompt=True)["input_ids"] == prompt["input_ids"][-5:]
     with pytest.raises(RowTooLong):
-        ChatTemplate(toys.chatml_tokenizer(), max_length=5, truncation_strategy="split").encode(long, add_generation_prompt=True)
+        ChatTemplate(toys.chatml_tokenizer(), max_length=5, truncation_strategy="split").encode(
+            long, add_generation_prompt=True
+        )

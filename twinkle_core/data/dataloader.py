@@ -176,5 +176,3 @@ def _size(dataset: Any) -> int | None:
 def _whole(name: str, value: Any, least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise DataError.argument(name, value, f"a whole number from {least} up")
-
-

@@ -97,6 +97,9 @@ class Locator:
         longer = [*talk, {"role": "user", "content": mark(2)}, {"role": "assistant", "content": mark(3)}]
         after = [self._after(self._render(t, None, False), 1) for t in (talk, longer)]
         closing = _common(after)
+        for match in (m for text in after for m in added.finditer(text)):
+            if match.start() < len(closing) < match.end():  # two tokens that begin alike
+                closing = closing[: match.start()]
         token = added.search(closing)
         if token is not None:
             end = token.group()
@@ -105,8 +108,8 @@ class Locator:
         else:
             end = closing.rstrip()
         asked, told = (self._after(self._render(talk[:1], None, flag), 0) for flag in (True, False))
-        role = self._special.search(after[1])
-        return end, role.group() if role and not end else "", asked[len(_common([asked, told])) :]
+        role = None if end or self._special.search(after[0]) else self._special.search(after[1])
+        return end, role.group() if role else "", asked[len(_common([asked, told])) :]
 
     def _after(self, text: str, number: int) -> str:
         """What stands after a mark, up to the next one."""

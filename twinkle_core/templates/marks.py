@@ -63,7 +63,7 @@ class Marker:
             new["content"] = self._content(index, new["content"], parts)
             if "tool_calls" in new:
                 new["tool_calls"] = [self._call(index, call, parts) for call in new["tool_calls"]]
-            if message["role"] == "assistant" and not (parts and parts[-1].turn == index):  # nothing to see: mark it all the same
+            if message["role"] == "assistant" and not (parts and parts[-1].turn == index):  # nothing but white space or tags
                 new["content"] = self._put(Part(index, "content", message["content"] or ""), parts)
             marked.append(new)
         return marked, parts
