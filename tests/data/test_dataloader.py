@@ -27,6 +27,11 @@ def flat(batches):
     return list(itertools.chain.from_iterable(batches))
 
 
+def forever(loader):
+    while True:
+        yield from loader
+
+
 def epochs(loader: DataLoader, count: int) -> list[list[list[int]]]:
     return [list(loader) for _ in range(count)]
 
@@ -182,10 +187,6 @@ def test_resumed_is_unbroken(setup, rule, steps, data):
     assume(setup["size"] >= (setup["batch_size"] if rule.get("drop_last") else rule.get("min_batch_size", 1)))
     kwargs = {**{k: setup[k] for k in ("batch_size", "shuffle", "seed")}, **rule}
 
-    def forever(loader):
-        while True:
-            yield from loader
-
     unbroken = DataLoader(range(setup["size"]), **kwargs)
     run = forever(unbroken)
     for _ in range(steps):
@@ -209,6 +210,23 @@ def test_leaving_early_passes_over_the_rest():
     second = list(loader)
     assert loader.get_state() == {"consumed_train_samples": 12}
     assert second == epochs(DataLoader(range(6), batch_size=2, shuffle=True), 2)[1]
+
+
+def test_an_iterator_that_was_not_read_costs_nothing():
+    loader = DataLoader(range(6), batch_size=2)
+    loader.resume_from_checkpoint(2)
+    iter(loader)
+    assert list(loader) == [[2, 3], [4, 5]]
+
+
+def test_of_two_iterators_the_newer_moves_the_position():
+    loader = DataLoader(range(4), batch_size=2)
+    older = iter(loader)
+    next(older)
+    newer = iter(loader)
+    next(newer)
+    assert list(older) == [[2, 3]]
+    assert loader.get_state() == {"consumed_train_samples": 6}
 
 
 def test_rows_read_ahead_are_not_consumed():
@@ -269,6 +287,19 @@ def test_a_stream_resumes_by_reading_through():
     again = DataLoader(Stream(), batch_size=2)
     again.resume_from_checkpoint(7)
     assert epochs(again, 2) == [[[2, 3], [4]], [[0, 1], [2, 3], [4]]]
+    for steps in range(8):
+        unbroken, resumed = (DataLoader(Stream(), batch_size=2, drop_last=True) for _ in range(2))
+        run = forever(unbroken)
+        for _ in range(steps):
+            next(run)
+        resumed.resume_from_checkpoint(unbroken.get_state()["consumed_train_samples"])
+        assert list(itertools.islice(forever(resumed), 5)) == list(itertools.islice(run, 5))
+    again.resume_from_checkpoint(5)
+    assert list(again) == [[0, 1], [2, 3], [4]], "a position at the end of a pass begins the next"
+    with pytest.raises(DataError, match="num_workers=1 needs"):
+        DataLoader(Stream(), batch_size=2, num_workers=1)
+    with pytest.raises(DataError, match="5 rows gives no batch"):
+        list(DataLoader(Stream(), batch_size=8, drop_last=True))
     with pytest.raises(DataError, match="shuffle=True needs to know the data set's length"):
         DataLoader(Stream(), batch_size=2, shuffle=True)
     with pytest.raises(TypeError, match="len"):

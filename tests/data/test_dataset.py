@@ -292,8 +292,10 @@ def test_check_says_which_rows_and_why():
     assert list(found) == [1, 2]
     assert "no assistant turn" in found[1]
     assert "'messages'" in found[2]
-    with pytest.raises(DataError, match=r"encode, row 1: .*no assistant turn"):
-        dataset.encode()
+    for processes in (None, 2):
+        with pytest.raises(DataError, match=r"encode, row 1: .*no assistant turn"):
+            dataset.encode(num_proc=processes)
+    assert dataset[0] == talk("hi", "yo")
 
 
 def test_a_template_of_ones_own():

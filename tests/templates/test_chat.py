@@ -426,6 +426,8 @@ def test_plain_text_is_trained_whole_with_an_end_token():
         {"text": "hello world"}
     )
     assert cut["labels"] == [*row["labels"][:3], -100]
+    prompt = template.encode({"text": "hello world"}, add_generation_prompt=True)
+    assert prompt == {"input_ids": row["input_ids"][:-1], "length": row["length"] - 1}
     base = ChatTemplate(toys.chat_tokenizer(None), use_chat_template=False)
     assert base.encode({"text": "a"})["labels"][-2] == base.tokenizer.eos_token_id
 
@@ -468,6 +470,12 @@ def test_a_template_travels_to_other_processes():
 
 
 # ------------------------------------------------------------------------------------------------ refusals
+
+
+def test_errors_travel_between_processes():
+    for error in (RowTooLong(9, 8, "raise"), NoChatTemplate("x"), TemplateError.at(3, "user", "why")):
+        again = pickle.loads(pickle.dumps(error))
+        assert (type(again), str(again), again.turn) == (type(error), str(error), error.turn)
 
 
 def test_a_base_models_tokenizer_is_told_with_the_ways_out():

@@ -285,4 +285,5 @@ def in_row(what: str, index: int, function: Callable[[Row], Any], row: Row) -> A
 
 
 def as_list(encoded: Any) -> list[Mapping[str, Any]]:
+    """What a template made of one conversation, as rows."""
     return [] if encoded is None else list(encoded) if isinstance(encoded, list) else [encoded]
