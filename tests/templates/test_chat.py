@@ -201,6 +201,14 @@ def test_the_last_answer_may_end_with_another_token():
     assert trained(template, template.encode({"messages": TALK})) == ["yo<|end|>", "go<|return|>"]
 
 
+def test_a_template_without_any_end_token_is_warned_of(caplog):
+    headings = "{% for m in messages %}### {{ m.role }}: {{ m.content }}\n\n{% endfor %}"
+    headings += "{% if add_generation_prompt %}### assistant: {% endif %}"
+    template = ChatTemplate(toys.chatml_tokenizer(), chat_template=headings)
+    assert "no special token after an answer" in caplog.text
+    assert trained(template, template.encode({"messages": TALK})) == ["yo", "go"]
+
+
 def test_generation_tags_and_marks_agree():
     """Two ways to the same labels: the template's own tags, and the same template without them."""
     texts = ["hi", " a b\n", "<think>x</think>y", "你好", "<|im_start|>user", ""]
@@ -360,6 +368,14 @@ TRICKY = st.sampled_from(["<|im_end|>", "<|im_start|>assistant\n", "</tool_respo
 TEXT = st.one_of(WORDS, st.tuples(WORDS, TRICKY, WORDS).map("".join))
 
 
+def is_written(run, text):
+    """``text`` is trained. Line breaks at its start may be one token with the header's, which is prompt, and then are not."""
+    lead = text[: len(text) - len(text.lstrip())]
+    if "\n" not in lead and "\r" not in lead:
+        return run == text
+    return text.endswith(run) and len(run) >= len(text) - len(lead)
+
+
 @settings(max_examples=150, deadline=None)
 @given(st.lists(st.tuples(TEXT, TEXT), min_size=1, max_size=4), st.none() | TEXT)
 def test_with_chatml_the_trained_text_is_what_the_assistant_wrote(pairs, first):
@@ -369,14 +385,7 @@ def test_with_chatml_the_trained_text_is_what_the_assistant_wrote(pairs, first):
         talk += [user(question), assistant(answer)]
     row = template.encode({"messages": talk})
     runs = trained(template, row)
-    assert len(runs) == len(pairs)
-    for run, (_, answer) in zip(runs, pairs, strict=True):
-        lead = answer[: len(answer) - len(answer.lstrip())]
-        if "\n" in lead or "\r" in lead:  # line breaks at its start may be one token with the header's, which is prompt
-            assert f"{answer}<|im_end|>".endswith(run)
-            assert len(run) >= len(f"{answer}<|im_end|>") - len(lead)
-        else:
-            assert run == f"{answer}<|im_end|>"
+    assert all(is_written(run, f"{answer}<|im_end|>") for run, (_, answer) in zip(runs, pairs, strict=True))
     assert template.decode(row["input_ids"]) == template.render({"messages": talk})
 
 
@@ -396,18 +405,10 @@ def test_with_thoughts_the_trained_text_is_what_the_template_shows_of_the_assist
     for question, answer, thought in turns:
         talk += [user(question.replace("tool_response", "")), assistant(answer, thought)]
     runs = trained(template, template.encode({"messages": talk}))
-    assert runs[:-1] == [f"{answer}<|im_end|>" for _, answer, _ in turns[:-1]]
-    _, answer, thought = turns[-1]
-    if thought is not None:
-        shown = f"<think>\n{thought.strip(chr(10))}\n</think>\n\n{answer.lstrip(chr(10))}<|im_end|>"
-        if in_prompt:
-            # A first line break of the thought may be one token with the prompt's; then both are masked.
-            assert shown.removeprefix("<think>\n").endswith(runs[-1])
-            assert len(shown) - len(runs[-1]) <= len("<think>\n") + 4
-        else:
-            assert runs[-1] == shown
-    else:
-        assert runs[-1].endswith(f"</think>\n\n{answer.lstrip(chr(10))}<|im_end|>")
+    *old, (_, answer, thought) = turns
+    assert all(is_written(run, f"{earlier}<|im_end|>") for run, (_, earlier, _) in zip(runs[:-1], old, strict=True))
+    shown = f"<think>\n{(thought or '').strip(chr(10))}\n</think>\n\n{answer.lstrip(chr(10))}<|im_end|>"
+    assert is_written(runs[-1], shown.removeprefix("<think>\n") if in_prompt else shown)
 
 
 # ------------------------------------------------------------------------------------------------ plain text, and tokenizers

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from twinkle_core.errors import TemplateError
+from twinkle_core.log import get_logger
 from twinkle_core.templates.marks import Marker, Part, arguments_of, without_arguments
 from twinkle_core.templates.messages import Turn
 
@@ -109,6 +110,10 @@ class Locator:
             end = closing.rstrip()
         asked, told = (self._after(self._render(talk[:1], None, flag), 0) for flag in (True, False))
         role = None if end or self._special.search(after[0]) else self._special.search(after[1])
+        if not end and not role and not self._special.search(after[0]):
+            get_logger("templates").warning(
+                "the chat template writes no special token after an answer, so the model can't learn where to stop"
+            )
         return end, role.group() if role else "", asked[len(_common([asked, told])) :]
 
     def _after(self, text: str, number: int) -> str:
