@@ -249,6 +249,13 @@ def test_special_tokens_in_a_users_text_are_never_trained():
     assert trained(template, echo) == [fake + "<|im_end|>", "go<|im_end|>"]
 
 
+def test_a_text_may_hold_the_marks():
+    template = ChatTemplate(toys.chatml_tokenizer())
+    mark = template._locator._marker.mark(0)
+    row = template.encode({"messages": [user(mark), assistant(f"{mark} {mark}")]})
+    assert trained(template, row) == [f"{mark} {mark}<|im_end|>"]
+
+
 def test_a_conversation_may_begin_with_the_assistant():
     template = ChatTemplate(toys.chatml_tokenizer())
     row = template.encode({"messages": [assistant("hello"), user("hi"), assistant("")]})
