@@ -657,6 +657,13 @@ class RowsChanged(TwinkleError, ValueError):
         )
 
 
+class BadLossSetting(TwinkleError, ValueError):
+    """A setting of a loss that is out of its range."""
+
+    def __init__(self, loss: str, name: str, value: object, allowed: str) -> None:
+        super().__init__(f"{loss}({name}={value!r}): {name} must be {allowed}.")
+
+
 class BadLossResult(TwinkleError, TypeError):
     """A loss that returns something else than a loss."""
 

@@ -17,12 +17,19 @@ from twinkle_core.errors import (
     WindowSizeChanged,
     WrongArgument,
 )
+from twinkle_core.testing.adapters import ToyAdapters, ToyLinear
 from twinkle_core.testing.engines import CallbackEngine, OneOfTwoRanks, ToyEngine, session_model
 from twinkle_core.testing.toys import TinyLM, TwoWords, random_rows, row
+from twinkle_core.train.verbs import SessionModel
 from twinkle_core.types import LossOutput
 
 ENGINES = [ToyEngine, CallbackEngine]
-LOSSES = [("cross_entropy", {}), ("cross_entropy", {"label_smoothing": 0.1}), ("chunked_cross_entropy", {"chunk_size": 3}), ("mse", {})]
+LOSSES = [
+    ("cross_entropy", {}),
+    ("cross_entropy", {"label_smoothing": 0.1}),
+    ("chunked_cross_entropy", {"chunk_size": 3}),
+    ("mse", {}),
+]
 M1, M2 = [row([0])], [row([1, 1, 1])]
 
 
@@ -228,9 +235,9 @@ def test_another_size_while_a_window_is_open_shows_both_and_changes_nothing():
     model, w = two_words()
     model.forward_backward(M1, gradient_accumulation_steps=4)
     before = w.grad.clone()
-    for call in (lambda: model.forward_backward(M2, gradient_accumulation_steps=2), lambda: model.step(gradient_accumulation_steps=2)):
-        with pytest.raises(WindowSizeChanged, match="=2 .* of 4"):
-            call()
+    for verb in (model.step, model.lr_step, model.zero_grad, lambda **size: model.forward_backward(M2, **size)):
+        with pytest.raises(WindowSizeChanged, match=r"=2 .* of 4"):
+            verb(gradient_accumulation_steps=2)
     assert torch.equal(w.grad, before) and model.sessions[""].window.count == 1
 
 
@@ -294,13 +301,13 @@ def test_B32_a_window_without_a_label_makes_no_update(engine, optimizer, caplog)
 @pytest.mark.parametrize("order", [0, 1])
 def test_B32_a_micro_batch_without_a_label_does_not_dilute(engine, order):
     """Beside two tokens of target 1 the masked row counts nothing, before them or after."""
-    calls = [[row([-100, -100])], [row([1, 1])]]
+    rows = [row([-100, -100]), row([1, 1])][:: -1 if order else 1]
     model, w = two_words(engine)
-    for call in calls[::-1] if order else calls:
-        model.forward_backward(call, gradient_accumulation_steps=2)
+    for one in rows:
+        model.forward_backward([one], gradient_accumulation_steps=2)
     assert seen(model, w) == pytest.approx([0.5, -0.5])
     model, w = two_words(engine)
-    model.forward_backward(sum(calls[::-1] if order else calls, []), micro_batch_size=1)
+    model.forward_backward(rows, micro_batch_size=1)
     assert seen(model, w) == pytest.approx([0.5, -0.5])
 
 
@@ -344,6 +351,30 @@ def test_an_overflow_skips_the_update_lowers_the_scale_and_holds_the_schedule():
     model.forward_backward(M1)
     assert model.clip_grad_and_step(1.0) == pytest.approx(5.0)
     assert session.cur_step == 1 and model.calculate_metric()["skipped"] == 1
+
+
+def test_an_open_window_of_another_adapter_follows_the_loss_scale():
+    """One scaler, two adapters: when the scale changes between a window's backwards, what it holds is brought along."""
+
+    def run(interrupted):
+        module = ToyLinear()
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        model = SessionModel(ToyEngine(module, scaler=scaler), ToyAdapters(module))
+        for name in ("a", "b"):
+            model.add_adapter_to_model(name, 1.0)
+            model.set_optimizer("sgd", lr=1.0, adapter_name=name)
+        model.set_loss("mse", adapter_name="")
+        model.set_loss(lambda inputs, outputs: outputs["values"].sum() * torch.inf, adapter_name="b")
+        model.sessions["b"].loss.needs = frozenset({"values"})
+        for y in (4, 5):
+            model.forward_backward([row([y], [1])], adapter_name="a", gradient_accumulation_steps=2)
+            if interrupted and y == 4:
+                model.forward_backward([row([y], [1])], adapter_name="b")
+                assert model.clip_grad_and_step(adapter_name="b") == math.inf
+        assert scaler.get_scale() == (512.0 if interrupted else 1024.0)
+        return model.clip_grad_norm(math.inf, adapter_name="a")
+
+    assert run(True) == run(False) > 0
 
 
 def test_a_window_given_up_after_clipping_leaves_the_scaler_usable():
@@ -477,7 +508,7 @@ def test_loss_arguments_are_checked_before_anything_runs():
         return outputs.logits.sum() * factor
 
     model.set_loss(scaled)
-    with pytest.raises(WrongArgument, match="no parameter 'factr'. Did you mean 'factor'"):
+    with pytest.raises(WrongArgument, match=r"no parameter 'factr'. Did you mean 'factor'"):
         model.forward_backward(M1, factr=2)
     with pytest.raises(TypeError, match="factor"):
         model.forward_backward(M1)
@@ -502,7 +533,7 @@ def test_loss_arguments_of_the_rows_length_are_cut_with_the_rows():
 
 
 def test_a_function_that_returns_a_mean_weighs_one_for_each_micro_batch():
-    model, w = two_words()
+    model, _ = two_words()
     model.set_loss(two_numbers)
     for _ in range(2):
         model.forward_backward(M1, gradient_accumulation_steps=2)

@@ -29,7 +29,7 @@ class ToyLinear(nn.Module):
         self.value_head = nn.Identity()
 
     def forward(self, inputs: InputFeature) -> torch.Tensor:
-        x = inputs["input_ids"].to(self.weight.dtype)[..., None]
+        x: torch.Tensor = inputs["input_ids"].to(self.weight.dtype)[..., None]
         y = self.weight * x
         if self.active != BASE:
             pair: Any = self.lora[self.active]
