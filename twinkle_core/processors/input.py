@@ -109,10 +109,10 @@ def _ids(index: int, row: Mapping[str, Any]) -> torch.Tensor:
     if row.get("input_ids") is None:
         raise BadRow.missing(index, "input_ids", row)
     ids = _tensor(index, "input_ids", row["input_ids"])
-    if ids.dim() != 1 or ids.is_floating_point() or ids.dtype == torch.bool:
-        raise BadRow.field(index, "input_ids", f"is not a flat list of whole numbers (shape {list(ids.shape)}, {ids.dtype})")
     if ids.numel() == 0:
         raise BadRow.field(index, "input_ids", "is empty")
+    if ids.dim() != 1 or ids.is_floating_point() or ids.dtype == torch.bool:
+        raise BadRow.field(index, "input_ids", f"is not a flat list of whole numbers (shape {list(ids.shape)}, {ids.dtype})")
     low, high = ids.aminmax()
     if low < 0 or high > _MAX_ID:
         raise BadRow.field(index, "input_ids", f"holds {int(low if low < 0 else high)}, which is no token id")
