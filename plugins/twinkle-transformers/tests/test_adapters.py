@@ -359,6 +359,29 @@ def test_frozen_weights_in_compute_type_and_adapters_in_fp32(llama):
         assert module.model.rotary_emb.inv_freq.dtype == torch.float32
 
 
+def test_what_must_stay_wide_does(llama):
+    llama._keep_in_fp32_modules_strict = {"norm"}
+    store = PeftAdapters(llama, Precision("bf16"))
+    store.acquire("a", METHODS["lora"])
+    wide = {name for name, p in store.parameters(BASE).items() if p.dtype == torch.float32}
+    assert wide == {"model.norm.weight"}
+
+
+@pytest.mark.parametrize("method", ["all-linear", "shira", "modules to save"])
+def test_same_seed_gives_the_adapter_of_plain_peft(llama, method):
+    """Whatever is tried before the model is touched draws no random number from what comes after."""
+    copy = skeleton(llama, weightless=False)
+    torch.manual_seed(3)
+    plain = PeftModel(copy, METHODS[method], "default")
+    after = torch.rand(1)
+    torch.manual_seed(3)
+    store = PeftAdapters(llama)
+    store.acquire("a", METHODS[method])
+    assert torch.equal(torch.rand(1), after)
+    reference = peft.get_peft_model_state_dict(plain, save_embedding_layers=False)
+    assert all(torch.equal(v, reference[k]) for k, v in store.state_dict("a").items())
+
+
 def test_what_is_trained_elsewhere_keeps_its_fp32(llama):
     precision = Precision("bf16")
     store = PeftAdapters(llama, precision)

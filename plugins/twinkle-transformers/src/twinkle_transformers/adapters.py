@@ -109,7 +109,8 @@ class PeftAdapters(AdapterStore):
 
     def _rehearse(self, name: str, inner: str, config: PeftConfig) -> dict[str, torch.Tensor]:
         """Inject into a copy without weights. Returns the adapter's tensors (shapes only)."""
-        with warnings.catch_warnings():
+        # numbers that a rehearsal draws must not be missing afterwards: the same seed gives the same adapter as in plain peft
+        with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
             warnings.simplefilter("ignore")
             try:
                 try:
@@ -149,8 +150,13 @@ class PeftAdapters(AdapterStore):
         self._flags[name] = {p: flag and not inference_mode for p, flag in own.items()}
         config.inference_mode = inference_mode
         self.precision.master(own)
-        self.precision.freeze(base)
+        self.precision.freeze(base - self._kept_wide())
         self._rest()
+
+    def _kept_wide(self) -> set[torch.nn.Parameter]:
+        """What the model's authors say must stay in fp32 (routers, gates of recurrent layers), whatever the others are in."""
+        names = {n for a in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict") for n in getattr(self.module, a, None) or ()}
+        return {p for key, p in plain_parameters(self.module).items() if any(f".{n}." in f".{key}." for n in names)}
 
     def _rest(self) -> None:
         """The flags outside of any activation."""

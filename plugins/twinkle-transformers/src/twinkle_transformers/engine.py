@@ -196,7 +196,13 @@ class TransformersEngine(LoopEngine):
         return super().make_optimizer(cls, parameters, kwargs)
 
     def generate(self, rows: Sequence[InputFeature], **kwargs: Any) -> list[list[int]]:
-        """Completions' ids of prompts' ids. ``kwargs``: of transformers' ``generate``."""
+        """Completions' ids of prompts' ids. ``kwargs``: of transformers' ``generate``; at most 128 new tokens if it isn't said.
+
+        Raises:
+            NotComputed: the model has no text to give.
+        """
+        if not self.module.can_generate():
+            raise NotComputed(self._name(), "text", "transformers can't generate with this class; load one ...ForCausalLM")
         with evaluating(self.module), self.precision.autocast(self.device):
             return complete(self.module, rows, self.device, kwargs)
 
