@@ -155,7 +155,8 @@ class PeftAdapters(AdapterStore):
 
     def _kept_wide(self) -> set[torch.nn.Parameter]:
         """What the model's authors say must stay in fp32 (routers, gates of recurrent layers), whatever the others are in."""
-        names = {n for a in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict") for n in getattr(self.module, a, None) or ()}
+        lists = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
+        names = {name for each in lists for name in getattr(self.module, each, None) or ()}
         return {p for key, p in plain_parameters(self.module).items() if any(f".{n}." in f".{key}." for n in names)}
 
     def _rest(self) -> None:
@@ -307,7 +308,8 @@ class PeftAdapters(AdapterStore):
         for field, label in (("r", "rank"), ("lora_alpha", "alpha"), ("lora_dropout", "dropout"), ("modules_to_save", "saves")):
             if getattr(config, field, None):
                 facts[label] = getattr(config, field)
-        facts["targets"] = ", ".join(sorted({t.rpartition(".")[2] for t in self._targets(name)}))
+        ends = {t.removesuffix(".base_layer").rpartition(".")[2] for t in self._targets(name)}
+        facts["targets"] = ", ".join(sorted(ends))
         if config.inference_mode:
             facts["frozen"] = True
         return facts

@@ -25,10 +25,15 @@ TOKEN_NEEDS = frozenset({"logps", "entropies", "predictions"})
 
 @contextlib.contextmanager
 def training(module: torch.nn.Module) -> Iterator[None]:
-    """Training mode inside; on leaving, the flag of each submodule is what it was."""
+    """Training mode inside; on leaving, the flag of each submodule is what it was.
+
+    A model that is in training mode already is left as it is: what its owner put into evaluation there stays so.
+    """
+    if module.training:
+        yield
+        return
     found = [(m, m.training) for m in module.modules()]
-    if not all(flag for _, flag in found):
-        module.train()  # the model's own idea of it: some keep parts of themselves in evaluation
+    module.train()  # the model's own idea of it: some keep parts of themselves in evaluation
     try:
         yield
     finally:
