@@ -7,10 +7,21 @@ state changes, unless its text says otherwise.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 
 class TwinkleError(Exception):
-    """Base of all errors raised on purpose by twinkle."""
+    """Base of all errors raised on purpose by twinkle. They travel between processes whatever their constructors take."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), self.args, self.__dict__)
+
+
+def _rebuild(cls: type[TwinkleError], args: tuple[Any, ...], state: dict[str, Any]) -> TwinkleError:
+    error = cls.__new__(cls)
+    error.args = args
+    error.__dict__.update(state)
+    return error
 
 
 # ---------------------------------------------------------------------------------------------------- names and plugins
@@ -367,7 +378,8 @@ class DataError(TwinkleError, ValueError):
     @classmethod
     def keys(cls, who: str, missing: Sequence[str], has: Iterable[str], way: str = "") -> DataError:
         names = ", ".join(repr(m) for m in missing)
-        return cls(f"{who} needs {names} in each row; this row has {', '.join(map(repr, has)) or 'nothing'}.{way and ' ' + way}")
+        here = ", ".join(map(repr, has)) or "nothing"
+        return cls(f"{who} needs {names} in each row; this row has {here}.{way and ' ' + way}")
 
     @classmethod
     def value(cls, who: str, key: str, value: object, wanted: str) -> DataError:
@@ -388,7 +400,7 @@ class DataError(TwinkleError, ValueError):
     @classmethod
     def lazy(cls, strategy: str) -> DataError:
         return cls(
-            f"truncation_strategy={strategy!r} changes the number of rows, which a LazyDataset must know before it reads them.\n"
+            f"truncation_strategy={strategy!r} changes the number of rows, which a LazyDataset must know beforehand.\n"
             f"    Use Dataset, or one of 'raise', 'left', 'right'."
         )
 
@@ -438,7 +450,7 @@ class TemplateError(TwinkleError, ValueError):
 
     @classmethod
     def prompt(cls) -> TemplateError:
-        return cls("add_generation_prompt is for a conversation that waits for an answer; this one ends with the assistant's turn.")
+        return cls("add_generation_prompt is for a conversation that waits for an answer; this one ends with the assistant.")
 
     @classmethod
     def strategy(cls, value: object, choices: Iterable[str]) -> TemplateError:
@@ -454,7 +466,7 @@ class TemplateError(TwinkleError, ValueError):
 
     @classmethod
     def slow(cls, name: object) -> TemplateError:
-        return cls(f"the tokenizer of {name} gives no character offsets (it is not a 'fast' one), so labels can't be placed.")
+        return cls(f"the tokenizer of {name} gives no character offsets (it is no 'fast' one), so labels can't be placed.")
 
 
 class NoChatTemplate(TemplateError):
@@ -463,7 +475,7 @@ class NoChatTemplate(TemplateError):
     def __init__(self, name: object) -> None:
         super().__init__(
             f"the tokenizer of {name} has no chat template (a base model?).\n"
-            f"    Give one with chat_template=…, use an instruct model's tokenizer, or train plain text with use_chat_template=False."
+            f"    Give one with chat_template=…, take an instruct model's, or train plain text with use_chat_template=False."
         )
 
 
@@ -506,7 +518,7 @@ class BadRow(TwinkleError, ValueError):
     @classmethod
     def missing(cls, row: int, field: str, has: Iterable[str]) -> BadRow:
         keys = list(has)
-        raw = " It looks like a conversation that no template has encoded: call set_template first." if "messages" in keys else ""
+        raw = " It is a conversation that no template has encoded: call set_template first." if "messages" in keys else ""
         return cls(f"row {row} has no {field!r}; it has {', '.join(map(repr, keys)) or 'nothing'}.{raw}")
 
     @classmethod

@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 class DataLoader:
     """Yields lists of rows: this data rank's share of each global batch.
 
-    Each ``iter()`` is a new epoch with its own order, as with torch's loader. All ranks see the same number of batches; the rows of
-    a short last batch are divided evenly, and a batch of fewer rows than data ranks leaves the last ranks an empty list (a
-    ``min_batch_size`` of at least the number of data ranks prevents it).
+    Each ``iter()`` is a new epoch with its own order, as with torch's loader. All ranks see the same number of batches; the
+    rows of a short last batch are divided evenly, and a batch of fewer rows than data ranks leaves the last ranks an empty
+    list (a ``min_batch_size`` of at least the number of data ranks prevents it).
 
-    The position is a count of global samples passed: it grows with each batch handed out (rows read ahead by workers don't count),
-    and a tail that is left out is passed with the epoch's last batch. Leaving an iterator early passes over the rest of its epoch
-    as soon as the next one begins; of two iterators at once only the newer moves the position.
+    The position is a count of global samples passed: it grows with each batch handed out (rows read ahead by workers don't
+    count), and a tail that is left out is passed with the epoch's last batch. Leaving an iterator early passes over the rest
+    of its epoch as soon as the next one begins; of two iterators at once only the newer moves the position.
 
     Args:
         dataset: rows by index with a length, an iterable of rows without (a stream), or a callable that builds one.
@@ -55,7 +55,8 @@ class DataLoader:
         _whole("batch_size", batch_size, 1)
         _whole("num_workers", num_workers, 0)
         if batch_size < self._world_size:
-            raise DataError.argument("batch_size", batch_size, f"it is the global batch; {self._world_size} data ranks need a row each")
+            way = f"it is the global batch; {self._world_size} data ranks need a row each"
+            raise DataError.argument("batch_size", batch_size, way)
         if min_batch_size is not None:
             _whole("min_batch_size", min_batch_size, 1)
             if min_batch_size > batch_size:
@@ -66,9 +67,13 @@ class DataLoader:
         self._size = _size(self.dataset)
         if self._size is None and shuffle:
             raise DataError.unsized("shuffle=True")
+        if self._size is None and num_workers:
+            raise DataError.unsized(f"num_workers={num_workers}")
         if self._size is not None and not self._rule.count(self._size):
             rule = "drop_last" if drop_last else f"min_batch_size={self._rule.smallest}"
-            raise DataError.no_batches(self._size, f"batch_size={batch_size} and {rule}") if self._size else DataError.empty("the data set")
+            if not self._size:
+                raise DataError.empty("the data set")
+            raise DataError.no_batches(self._size, f"batch_size={batch_size} and {rule}")
         self._position = 0  # global samples passed
         self._fresh = True  # the next iterator starts at the position, not at the epoch after it
         self._reader: object = None  # the newest iterator
@@ -91,8 +96,8 @@ class DataLoader:
     def resume_from_checkpoint(self, consumed_train_samples: int) -> None:
         """Go to a position: the next ``iter()`` begins there, once; the epochs after it are whole.
 
-        The number comes from ``get_state()`` of a loader with the same data, seed and ``shuffle``; batch size and number of ranks may
-        differ.
+        The number comes from ``get_state()`` of a loader with the same data, seed and ``shuffle``; batch size and number of
+        ranks may differ.
         """
         _whole("consumed_train_samples", consumed_train_samples, 0)
         self._position, self._fresh, self._reader = consumed_train_samples, True, None
@@ -105,7 +110,6 @@ class DataLoader:
             self._position += self._size - self._position % self._size  # the rest of an epoch that was left
         if not self._rule.count(self._size - self._position % self._size):
             self._position += self._size - self._position % self._size  # no batch is left of this one
-        self._fresh = False
         return self._epoch(reader, *divmod(self._position, self._size))
 
     def _epoch(self, reader: object, epoch: int, offset: int) -> Iterator[list[Any]]:
@@ -116,7 +120,7 @@ class DataLoader:
         start = epoch * self._size
         for rows, (_, after) in zip(self._read(mine), cuts, strict=True):
             if self._reader is reader:
-                self._position = start + after
+                self._position, self._fresh = start + after, False
             yield rows
 
     def _read(self, batches: Sequence[list[int]]) -> Iterator[list[Any]]:
@@ -137,25 +141,28 @@ class DataLoader:
         )
 
     def _stream(self, reader: object) -> Iterator[list[Any]]:
-        """An epoch is one pass. How long it is shows only at its end, so a position beyond it is found by reading through."""
-        skip = self._position if self._fresh else 0
-        self._fresh = False
-        rows = iter(self.dataset)
-        passed = 0
-        while skip:
-            taken = sum(1 for _ in itertools.islice(rows, skip))
-            if taken < skip:
-                passed += taken
-                if not passed:
-                    raise DataError.empty("the data set")
-                rows = iter(self.dataset)
-            skip -= taken
-        while batch := list(itertools.islice(rows, self.batch_size)):
-            if self._reader is reader:
-                self._position += len(batch)
-            if len(batch) < self._rule.smallest:
+        """An epoch is one pass. How long it is shows only at its end, so a position is found by reading up to it."""
+        skip, self._fresh = (self._position if self._fresh else 0), False
+        while True:
+            rows, read, yielded = iter(self.dataset), 0, False
+            passed = sum(1 for _ in itertools.islice(rows, skip))
+            skip -= passed
+            read += passed
+            while batch := list(itertools.islice(rows, self.batch_size)):
+                read += len(batch)
+                if self._reader is reader:
+                    self._position += len(batch)
+                if len(batch) < self._rule.smallest:
+                    break
+                yielded = True
+                yield list(share(batch, self._rank, self._world_size))
+            if yielded:
                 return
-            yield list(share(batch, self._rank, self._world_size))
+            if not read:
+                raise DataError.empty("the data set")
+            if not passed:
+                raise DataError.no_batches(read, f"batch_size={self.batch_size} and batches of at least {self._rule.smallest}")
+            # The position was at the end of a pass: this epoch is the next one.
 
 
 def _as_they_are(rows: list[Any]) -> list[Any]:
@@ -173,5 +180,3 @@ def _size(dataset: Any) -> int | None:
 def _whole(name: str, value: Any, least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise DataError.argument(name, value, f"a whole number from {least} up")
-
-

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bz2
 import gzip
+import itertools
 import json
 import lzma
 import warnings
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from twinkle_core import hub
+from twinkle_core import hub, settings
 from twinkle_core.data import store
 from twinkle_core.errors import DataError, NoSuchPath
 
@@ -30,12 +31,13 @@ class DatasetMeta:
     """Where a data set is, and which part of it is wanted.
 
     Args:
-        dataset_id: ``hf://org/name``, ``ms://org/name``, a local file (json, jsonl, csv, tsv, parquet, arrow; json also .gz, .bz2,
-            .xz), a folder of them, or a folder written by ``save_as`` or ``datasets``' ``save_to_disk``. With ``data`` only a name.
+        dataset_id: ``hf://org/name``, ``ms://org/name``, a local file (json, jsonl, csv, tsv, parquet, arrow; json also .gz,
+            .bz2, .xz), a folder of them, or a folder written by ``save_as`` or ``datasets``' ``save_to_disk``. With ``data``
+            only a name.
         subset_name: the configuration of a hub's data set.
         split: ``train``, ``test``, …
-        data_slice: indices to take, in this order: a ``range`` or list. One beyond the end starts again at the beginning, with a
-            warning.
+        data_slice: indices to take, in this order: a ``range`` or list. One beyond the end starts again at the beginning, with
+            a warning.
         data: rows in memory; then nothing is read.
     """
 
@@ -65,6 +67,54 @@ def load(meta: DatasetMeta) -> datasets.Dataset:
     """
     table = store.from_rows(meta.data) if meta.data is not None else _read(hub.resolve(meta.dataset_id, kind="dataset"), meta)
     return table if meta.data_slice is None else _take(table, meta)
+
+
+def check_stream(meta: DatasetMeta) -> None:
+    """What can be told of a stream before it is read.
+
+    Raises:
+        HubError: a local path that is not there, or an id without its hub. DataError: a slice that a stream can't give.
+    """
+    if meta.data_slice is not None and not (isinstance(meta.data_slice, range) and _ascends(meta.data_slice)):
+        raise DataError.argument("data_slice", meta.data_slice, "a stream can only be cut by an ascending range from 0 up")
+    if meta.data is None and not hub.is_hub_id(meta.dataset_id):
+        hub.resolve(meta.dataset_id, kind="dataset")
+
+
+def _ascends(cut: range) -> bool:
+    return cut.start >= 0 and cut.step > 0
+
+
+def stream(meta: DatasetMeta) -> Iterator[dict[str, Any]]:
+    """The rows one after the other, read as they are asked for. Errors as for ``load``."""
+    rows: Iterable[Mapping[str, Any]]
+    if meta.data is not None:
+        rows = meta.data
+    elif meta.dataset_id.startswith(hub.HF):
+        rows = _hub_stream(meta)
+    else:
+        path = hub.resolve(meta.dataset_id, kind="dataset")
+        rows = json_rows(path) if path.is_file() and _is_json(path) else store.read_all(_read(path, meta))
+    if meta.data_slice is not None:
+        cut = meta.data_slice
+        assert isinstance(cut, range)
+        rows = itertools.islice(rows, cut.start, cut.stop, cut.step)
+    return (dict(row) for row in rows)
+
+
+def _hub_stream(meta: DatasetMeta) -> Iterable[dict[str, Any]]:
+    import datasets
+
+    if settings.offline():  # its own cache then
+        return store.read_all(_read(hub.resolve(meta.dataset_id, kind="dataset"), meta))
+    name = None if meta.subset_name == "default" else meta.subset_name
+    try:
+        rows: Iterable[dict[str, Any]] = datasets.load_dataset(
+            meta.dataset_id.removeprefix(hub.HF), name, split=meta.split, streaming=True
+        )
+    except (ValueError, OSError, datasets.exceptions.DatasetsError) as cause:
+        raise DataError.loading(meta.name, cause) from cause
+    return rows
 
 
 def _take(table: datasets.Dataset, meta: DatasetMeta) -> datasets.Dataset:
@@ -136,8 +186,8 @@ def _is_json(path: Path) -> bool:
 
 
 def json_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """Rows of a JSON Lines file, or of a JSON file: a list of objects, an object with such a list under ``data`` or ``rows``, or
-    JSON Lines under that name.
+    """Rows of a JSON Lines file, or of a JSON file: a list of objects, an object with such a list under ``data`` or ``rows``,
+    or JSON Lines under that name.
     """
     inner = path.with_suffix("") if path.suffix in _OPEN else path
     with _OPEN.get(path.suffix, open)(path, "rt", encoding="utf-8-sig") as file:
