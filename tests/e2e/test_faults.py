@@ -385,7 +385,8 @@ def test_nan_gradients_never_reach_the_weights(adapter):
     with pytest.raises(NonFiniteGradients):
         m.clip_grad_and_step()
     assert all(torch.equal(v, before[k]) for k, v in m.get_state_dict().items())
-    assert all(torch.equal(v, w) for v, w in zip((v for s in optimizer.state.values() for v in s.values()), moments, strict=True))
+    now = [v for state in optimizer.state.values() for v in state.values()]
+    assert all(torch.equal(v, w) for v, w in zip(now, moments, strict=True))
     m.set_loss("cross_entropy")
     assert m.forward_backward(rows).item() > 0
     assert m.clip_grad_and_step() > 0
