@@ -121,9 +121,8 @@ def main() -> int:
         a, b, was, is_ = (values[-1] for values in (*times.values(), *losses.values()))
         print(f"{i + 1:>4}  {a:>8.3f}  {b:>9.3f}  {b / a:>6.3f}  {was:>11.7f}  {is_:>12.7f}", flush=True)
     warm = slice(2, None)  # the first steps allocate
-    ratio, of_work = (
-        statistics.median(b / a for a, b in zip(both["plain"][warm], both["twinkle"][warm], strict=True)) for both in (times, work)
-    )
+    ratios = [[b / a for a, b in zip(t["plain"][warm], t["twinkle"][warm], strict=True)] for t in (times, work)]
+    ratio, of_work = map(statistics.median, ratios)
     apart = max(abs(a - b) / abs(a) for a, b in zip(losses["plain"][:10], losses["twinkle"][:10], strict=True))
     medians = {name: statistics.median(values[warm]) for name, values in times.items()}
     print(f"\nmetrics: {model.calculate_metric(is_training=True)}")

@@ -70,10 +70,10 @@ def _load(file: Path) -> dict[str, torch.Tensor]:
 def adapter_folder(path: str | Path) -> Path:
     """The folder of a saved adapter: a local one, or ``ms://`` and ``hf://``."""
     from twinkle_core import hub
-    from twinkle_core.train import checkpoint
+    from twinkle_core.train.checkpoint import read_state
 
     folder = Path(hub.resolve(str(path)))
-    checkpoint.read_state(folder)  # a checkpoint of ours knows the hashes of its files
+    read_state(folder)  # a checkpoint of ours knows the hashes of its files
     if not (folder / ADAPTER_CONFIG).is_file():
         raise CheckpointNotFound(str(folder), f"no adapter is saved there ({ADAPTER_CONFIG} is missing)")
     return folder
