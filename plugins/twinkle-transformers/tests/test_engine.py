@@ -120,6 +120,17 @@ def test_labels_and_caches_stay_outside(tiny):
     assert all(kwargs.get("attention_mask") is None for kwargs in seen[-1:])
 
 
+def test_positions_of_ones_own_are_kept(tiny):
+    """A mask that hides nothing is left out, but not together with positions that don't count from 0."""
+    m = model(tiny)
+    ids = torch.tensor([[5, 6, 7, 8]])
+    places = torch.tensor([[0, 2, 4, 6]])
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "position_ids": places}
+    expected = m.module.eval()(**batch).logits
+    assert torch.equal(m.forward_only(batch).logits, expected)
+    assert not torch.allclose(expected, m.module(input_ids=ids).logits, atol=1e-3)
+
+
 def test_models_that_cap_their_logits_go_by_their_logits():
     from transformers import Gemma2Config, Gemma2ForCausalLM
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 from collections.abc import Mapping
@@ -166,6 +167,8 @@ def read_model(module: Any, folder: Path) -> dict[str, torch.Tensor]:
 
 def _translated(module: Any, folder: Path, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """transformers stores some architectures (fused experts) in another layout than it computes in; only it can translate."""
+    if importlib.util.find_spec("transformers.conversion_mapping") is None:  # before version 5 the two layouts are one
+        return state
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     if not get_model_conversion_mapping(module, add_legacy=False):

@@ -41,6 +41,13 @@ def training(module: torch.nn.Module) -> Iterator[None]:
             m.training = flag
 
 
+def _is_plain(mask: Any, positions: Any) -> bool:
+    """Whether a mask hides nothing and positions count from 0. Asked on the CPU alone: elsewhere one waits for the answer."""
+    if mask is None or mask.dim() != 2 or mask.device.type != "cpu" or not bool(mask.all()):
+        return False
+    return positions is None or torch.equal(positions, torch.arange(mask.shape[1]).expand_as(positions))
+
+
 def _wanted(needs: frozenset[str]) -> dict[str, bool]:
     return {"entropies": "entropies" in needs, "predictions": "predictions" in needs}
 
@@ -118,8 +125,7 @@ class TransformersEngine(LoopEngine):
         the plain causal kernels. A packed batch has no mask and keeps its positions: they mark where rows begin.
         """
         inputs = {k: v for k, v in batch.items() if k in self._takes and v is not None}
-        mask = inputs.get("attention_mask")
-        if mask is not None and mask.device.type == "cpu" and bool(mask.all()):  # elsewhere asking would wait for the device
+        if _is_plain(inputs.get("attention_mask"), inputs.get("position_ids")):
             del inputs["attention_mask"]
             inputs.pop("position_ids", None)
         if self._caches:
