@@ -205,11 +205,3 @@ class TestDoctor:
             "acme", entry_points={"losses": {"bad": "acme_bad_one:L"}}, modules={"acme_bad_one.py": "raise OSError('disk')"}
         )
         assert any("OSError: disk" in fault for fault in doctor.plugin_faults())
-
-    def test_bf16_is_read_from_the_flags(self, tmp_path):
-        cpuinfo = tmp_path / "cpuinfo"
-        cpuinfo.write_text("flags : sse avx512_bf16 avx2\n")
-        assert doctor.cpu_has_bf16(cpuinfo)
-        cpuinfo.write_text("flags : sse avx512f avx2\n")
-        assert not doctor.cpu_has_bf16(cpuinfo)
-        assert not doctor.cpu_has_bf16(tmp_path / "absent")

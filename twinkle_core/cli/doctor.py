@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from twinkle_core import plugins, registry, settings
+from twinkle_core import hardware, plugins, registry, settings
 from twinkle_core.cli.plugins import BROKEN, rows
 from twinkle_core.cli.tables import pairs
 from twinkle_core.index import HOOK_MODULES, distribution
@@ -56,16 +56,8 @@ def system() -> list[tuple[str, str]]:
     return [
         ("python", f"{platform.python_version()} in {sys.prefix}"),
         ("platform", platform.platform()),
-        ("processor", f"{os.cpu_count()} cores, bf16 {'in hardware' if cpu_has_bf16() else 'not in hardware'}"),
+        ("processor", f"{os.cpu_count()} cores"),
     ]
-
-
-def cpu_has_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    """Whether the CPU multiplies bf16 itself (without it bf16 on CPU is several times slower than fp32). Linux; else False."""
-    if not cpuinfo.is_file():
-        return False
-    flags = cpuinfo.read_text(errors="replace").split()
-    return bool({"avx512_bf16", "amx_bf16", "bf16"} & set(flags))
 
 
 def libraries() -> list[tuple[str, str]]:
@@ -80,14 +72,18 @@ def device() -> list[tuple[str, str]]:
     if got.value is None:
         return [("torch", f"can't be imported: {got.why}")]
     torch = got.value
-    facts = [("threads", str(torch.get_num_threads()))]
+    facts = [("cpu", f"{torch.get_num_threads()} threads, bf16 {_in_hardware(hardware.cpu_has_bf16())}")]
     if not torch.cuda.is_available():
         return [*facts, ("cuda", "not available")]
     for number in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(number)
         memory = f"{properties.total_memory / GIB:.0f} GiB"
         facts.append((f"cuda:{number}", f"{properties.name}, {memory}, CUDA {torch.version.cuda}"))
-    return [*facts, ("bf16", "in hardware" if torch.cuda.is_bf16_supported(including_emulation=False) else "not in hardware")]
+    return [*facts, ("cuda", f"bf16 {_in_hardware(torch.cuda.is_bf16_supported(including_emulation=False))}")]
+
+
+def _in_hardware(yes: bool) -> str:
+    return "in hardware" if yes else "emulated"
 
 
 def _torch() -> Any:

@@ -94,6 +94,9 @@ class Engine(ABC):
     ) -> torch.optim.Optimizer:
         """An optimizer over named parameters; ``twinkle_core.train.optim.build`` does the common part (decay groups)."""
 
+    def adopt_optimizer(self, optimizer: torch.optim.Optimizer) -> None:  # noqa: B027  (optional)
+        """Take note of an optimizer that the user made; called once it is known to cover the adapter's parameters."""
+
     @abstractmethod
     def finish_grads(self, optimizer: torch.optim.Optimizer, scale: torch.Tensor | float) -> bool:
         """Reduce, unscale, and multiply by ``scale``. Core calls it once for each window.

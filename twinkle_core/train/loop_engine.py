@@ -128,8 +128,11 @@ class LoopEngine(Engine):
         self, cls: Any, parameters: Mapping[str, torch.nn.Parameter], kwargs: Mapping[str, Any]
     ) -> torch.optim.Optimizer:
         optimizer = optim.build(cls, parameters, kwargs)
-        self._optimizers.add(optimizer)
+        self.adopt_optimizer(optimizer)
         return optimizer
+
+    def adopt_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizers.add(optimizer)
 
     def finish_grads(self, optimizer: torch.optim.Optimizer, scale: torch.Tensor | float) -> bool:
         grads = gradients(optimizer)

@@ -63,6 +63,7 @@ class SetupVerbs(Sessions):
             built = registry.build("optimizer", spec, kwargs)
             optim.check_usable(built)
             optim.check_covers(built, parameters)
+            self.engine.adopt_optimizer(built)
         if session.scheduler is not None:
             get_logger().warning("the scheduler belonged to the optimizer before; call set_lr_scheduler again")
             session.scheduler = None

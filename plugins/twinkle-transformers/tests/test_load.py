@@ -20,7 +20,7 @@ from twinkle_core.errors import (
     WrongArgument,
 )
 from twinkle_core.mesh import DeviceMesh
-from twinkle_transformers import load, precision
+from twinkle_transformers import load
 from twinkle_transformers.model import TransformersModel
 from twinkle_transformers.testing import ToyL, ToyLConfig, tiny_config
 
@@ -157,20 +157,12 @@ def test_device_that_is_not_there(tiny):
 
 @pytest.mark.parametrize(("has_bf16", "lines"), [(False, 1), (True, 0)])
 def test_one_line_about_slow_bf16(tiny, monkeypatch, caplog, has_bf16, lines):
-    monkeypatch.setattr(load, "cpu_has_bf16", lambda: has_bf16)
+    monkeypatch.setattr("twinkle_core.hardware.cpu_has_bf16", lambda: has_bf16)
     model(model_id=tiny, mixed_precision="no", device_mesh=DeviceMesh.from_sizes(device_type="cpu"))
     assert not caplog.records
     TransformersModel(model_id=tiny, device_mesh=DeviceMesh.from_sizes(device_type="cpu"))
     said = [r for r in caplog.records if "mixed_precision='no'" in r.getMessage() and "\n" not in r.getMessage()]
     assert len(said) == lines
-
-
-def test_bf16_hardware_is_asked_of_torch(monkeypatch):
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
-    assert not precision.cpu_has_bf16()
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
-    assert precision.cpu_has_bf16()
 
 
 def test_checkpointing_only_when_asked(tiny):

@@ -206,6 +206,10 @@ class TransformersEngine(LoopEngine):
         self.precision.master(parameters.values())
         return super().make_optimizer(cls, parameters, kwargs)
 
+    def adopt_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        super().adopt_optimizer(optimizer)
+        self.precision.master(p for group in optimizer.param_groups for p in group["params"])
+
     def generate(self, rows: Sequence[InputFeature], **kwargs: Any) -> list[list[int]]:
         """Completions' ids of prompts' ids. ``kwargs``: of transformers' ``generate``; at most 128 new tokens if it isn't said.
 

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from twinkle_core import settings
+from twinkle_core import hardware, settings
 from twinkle_core.errors import ManyProcesses, ModelNotLoaded, NoDevice, NoModel, UnknownModelClass, WrongArgument
 from twinkle_core.log import get_logger
 from twinkle_core.names import closest
-from twinkle_transformers.precision import Precision, cpu_has_bf16
+from twinkle_transformers.precision import Precision
 
 if TYPE_CHECKING:
     from twinkle_core.mesh import DeviceMesh
@@ -70,7 +70,7 @@ def check_single_process(owner: str, mesh: DeviceMesh | None) -> None:
 
 def warn_slow_precision(precision: Precision, device: torch.device) -> None:
     """One line where bf16 would be emulated."""
-    if device.type == "cpu" and precision.mixed == "bf16" and not cpu_has_bf16():
+    if device.type == "cpu" and precision.mixed == "bf16" and not hardware.cpu_has_bf16():
         get_logger("transformers").warning(
             "this CPU has no bf16 hardware, so mixed_precision='bf16' is emulated and slow; mixed_precision='no' is faster here"
         )

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from twinkle_core.mesh import DeviceMesh
 
 STRATEGIES = ("accelerate", "native_fsdp")
+#: torch's 2**16 is meant for means; losses here are sums, and a usual micro-batch has some 2**10 tokens
+FP16_INIT_SCALE = 2.0**6
 
 
 @remote_class(execute="all")
@@ -46,7 +48,7 @@ class TransformersModel(SessionModel):
             gradients and optimizer state are fp32 in all of them; what an adapter leaves frozen is held in the compute type.
         strategy: ``accelerate`` or ``native_fsdp``: how the model is wrapped in several processes; without effect in one.
         ddp_config, fsdp_config, memory_efficient_init: as ``strategy``.
-        grad_scaler_config: arguments of ``torch.amp.GradScaler`` under ``fp16``.
+        grad_scaler_config: arguments of ``torch.amp.GradScaler`` under ``fp16``; ``init_scale`` is 64 if it isn't said.
         gradient_checkpointing: True trades time for memory; None and False leave it off.
         on_nonfinite: what NaN or infinite gradients do: ``raise``, or ``skip`` the update. The fp16 scaler always skips.
         remote_group: where the model lives under a remote runtime; without effect in local mode.
@@ -111,13 +113,6 @@ class TransformersModel(SessionModel):
         adapters = PeftAdapters(module, precision, lambda: getattr(self.sessions[BASE].template, "tokenizer", None))
         super().__init__(engine, adapters)
 
-    def set_optimizer(self, optimizer_cls: Any = "adamw", *, adapter_name: str | None = None, **kwargs: Any) -> None:
-        """As for every model. The weights of an optimizer that is ready made become fp32 too, like those of one made here."""
-        super().set_optimizer(optimizer_cls, adapter_name=adapter_name, **kwargs)
-        optimizer = self._session(adapter_name).optimizer
-        assert optimizer is not None
-        self.adapters.precision.master(p for group in optimizer.param_groups for p in group["params"])
-
     @property
     def module(self) -> Any:
         """The transformers model itself, peft's layers inside; in training mode at rest (call ``eval()`` to use it by hand)."""
@@ -131,4 +126,4 @@ def _scaler(precision: Precision, device: torch.device, config: Mapping[str, Any
         if options:
             get_logger("transformers").warning("grad_scaler_config is without effect: mixed_precision is '%s'", precision.mixed)
         return None
-    return torch.amp.GradScaler(**{"device": device.type, **options})
+    return torch.amp.GradScaler(**{"device": device.type, "init_scale": FP16_INIT_SCALE, **options})

@@ -66,19 +66,3 @@ class Precision:
         if self.compute is None:
             return nullcontext()
         return torch.autocast(device.type, dtype=self.compute)
-
-
-def cpu_has_bf16() -> bool:
-    """Whether this CPU multiplies bf16 in hardware (AVX512-BF16 or AMX); without it bf16 is emulated, many times slower."""
-    flags = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
-    return any(getattr(torch.cpu, flag, lambda: False)() for flag in flags) or _arm_bf16()
-
-
-def _arm_bf16() -> bool:
-    """On Arm torch offers no flag of its own; oneDNN knows."""
-    import platform
-
-    if platform.machine().lower() not in ("aarch64", "arm64"):
-        return False
-    probe = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
-    return bool(probe and probe())
