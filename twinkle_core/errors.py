@@ -811,8 +811,8 @@ class Fp8Unavailable(TwinkleError, RuntimeError):
 
     def __init__(self) -> None:
         super().__init__(
-            "mixed_precision='fp8' needs a GPU with fp8 units (H100 class or newer) and the library transformer-engine, and this "
-            "version of twinkle-transformers can't drive them yet. Use mixed_precision='bf16'."
+            "mixed_precision='fp8' needs a GPU with fp8 units (H100 class or newer) and the library transformer-engine, and "
+            "this version of twinkle-transformers can't drive them yet. Use mixed_precision='bf16'."
         )
 
 
@@ -831,7 +831,7 @@ class NoModel(TwinkleError, ValueError):
 
     def __init__(self, owner: str) -> None:
         super().__init__(
-            f"{owner} needs model_id=... (a local folder, 'ms://...' or 'hf://...') or config=... for a model with random weights"
+            f"{owner} needs model_id=... (a folder, 'ms://...' or 'hf://...') or config=... for a model with random weights"
         )
 
 
@@ -862,7 +862,7 @@ class NoDevice(TwinkleError, ValueError):
     """A device that isn't there."""
 
     def __init__(self, device: str) -> None:
-        super().__init__(f"the mesh asks for device_type='{device}', and torch sees no such device here. Use device_type='cpu'.")
+        super().__init__(f"the mesh asks for device_type='{device}', and torch sees none here. Use device_type='cpu'.")
 
 
 class PackingLeaks(TwinkleError, ValueError):
@@ -894,7 +894,9 @@ class WeightsMismatch(CheckpointMismatch):
         shapes = [f"{key} is {list(there)} in the file and {list(here)} here" for key, there, here in misshapen]
         found = {"missing": missing, "unknown": unknown, "misshapen": shapes, "tied here, different there": parted}
         lines = [
-            f"{label} ({len(keys)}): {', '.join(keys[:5])}{', ...' if len(keys) > 5 else ''}" for label, keys in found.items() if keys
+            f"{label} ({len(keys)}): {', '.join(keys[:5])}{', ...' if len(keys) > 5 else ''}"
+            for label, keys in found.items()
+            if keys
         ]
         TwinkleError.__init__(self, f"the tensors don't fit {what}. Nothing was loaded.\n    " + "\n    ".join(lines))
 

@@ -20,7 +20,6 @@ from twinkle_core.errors import (
     WrongArgument,
 )
 from twinkle_core.mesh import DeviceMesh
-from twinkle_transformers import load
 from twinkle_transformers.model import TransformersModel
 from twinkle_transformers.testing import ToyL, ToyLConfig, tiny_config
 
