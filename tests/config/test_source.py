@@ -94,7 +94,7 @@ def test_anchors_and_merge_keys(tmp_path):
         ("- a\n- b\n", "line 1: must hold keys and values, not a list"),
         ("a: &x [*x]\n", "holds an alias to itself"),
         ("a: *nowhere\n", "line 1, column 4: is not YAML: found undefined alias"),
-        ("a: !!python/object/apply:os.system [ls]\n", "line 1: the tag 'tag:yaml.org,2002:python/object/apply:os.system' is not known"),
+        ("a: !!python/object/apply:os.system [ls]\n", "python/object/apply:os.system' is not known"),
         ("? [a]\n: 1\n", "a key must be a word"),
     ],
 )

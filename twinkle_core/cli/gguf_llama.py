@@ -1,8 +1,8 @@
 """A Llama in a GGUF file to a folder of plain Hugging Face files, in fp32 (L0 at import; numpy, gguf, safetensors inside).
 
-``transformers`` can read a GGUF file too. It parses the file's strings three times and builds a map of all names for each of the
-model's submodules: 22 s for 135M parameters on 2 cores. This reads the file once (4 s), and the tensors are the same bit for bit.
-It knows one architecture on purpose: ``llama`` with a byte-level BPE tokenizer.
+``transformers`` can read a GGUF file too. It parses the file's strings three times and builds a map of all names for each of
+the model's submodules: 22 s for 135M parameters on 2 cores. This reads the file once (4 s), and the tensors are the same bit
+for bit. It knows one architecture on purpose: ``llama`` with a byte-level BPE tokenizer.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a model is: the 23 verbs of the training loop, and five more (L0).
+"""What a model is: the 23 verbs of the training loop, and four more (L0).
 
 Dispatch and collect of each verb are declared here, once; a runtime builds its remote proxy from these declarations. A loss
 travels as (sum, weight) and a metric as state, so that collecting is never a mean of means.

@@ -1,0 +1,36 @@
+"""The one place where any exception is caught: around code that a plugin brought (L0)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt(Generic[T]):
+    """What a foreign call gave: a value, or the error that stopped it."""
+
+    value: T | None
+    error: BaseException | None
+
+    @property
+    def why(self) -> str:
+        """``ImportError: no libfoo``; empty when it went well."""
+        return describe(self.error) if self.error is not None else ""
+
+
+def attempt(call: Callable[[], T]) -> Attempt[T]:
+    """Call foreign code so that its failure is a value. ``sys.exit()`` counts as a failure; Ctrl-C passes through."""
+    try:
+        return Attempt(call(), None)
+    except (Exception, SystemExit) as error:
+        return Attempt(None, error)
+
+
+def describe(error: BaseException) -> str:
+    """Type and text of an error in one line."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -1,0 +1,71 @@
+"""The kinds of components, and when two spellings are one name (L0)."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable
+from functools import lru_cache
+
+from twinkle_core.errors import UnknownKind
+
+#: entry-point group without ``twinkle.`` -> the kind as the API writes it
+KINDS = {
+    "models": "model",
+    "losses": "loss",
+    "metrics": "metric",
+    "templates": "template",
+    "patches": "patch",
+    "processors": "processor",
+    "optimizers": "optimizer",
+    "schedulers": "scheduler",
+    "runtimes": "runtime",
+    "preprocessors": "preprocessor",
+}
+PLURAL = {singular: plural for plural, singular in KINDS.items()}
+#: what a class of a kind may end in without being another name; a preprocessor's class is called ...Processor
+SUFFIXES = {kind: (kind,) for kind in PLURAL} | {"preprocessor": ("preprocessor", "processor")}
+#: kind -> module and class of its contract; kinds that are absent here have none (torch's optimizers, plain functions)
+CONTRACTS = {
+    "model": ("twinkle_core.contracts.model", "TwinkleModel"),
+    "loss": ("twinkle_core.contracts.loss", "Loss"),
+    "metric": ("twinkle_core.contracts.metric", "Metric"),
+    "template": ("twinkle_core.contracts.template", "Template"),
+    "patch": ("twinkle_core.contracts.patch", "Patch"),
+    "processor": ("twinkle_core.contracts.processor", "Processor"),
+    "runtime": ("twinkle_core.contracts.runtime", "Runtime"),
+}
+
+
+def kind_of(word: str) -> str:
+    """``'losses'`` or ``'loss'`` -> ``'loss'``.
+
+    Raises:
+        UnknownKind: neither the singular nor the plural of a kind.
+    """
+    kind = KINDS.get(word, word)
+    if kind not in PLURAL:
+        raise UnknownKind(word, closest(word, [*KINDS, *PLURAL]), sorted(KINDS))
+    return kind
+
+
+@lru_cache(maxsize=4096)
+def fold(kind: str, name: str) -> str:
+    """The key under which a name is compared: ``infonce InfoNCE info_nce InfonceLoss`` have one."""
+    key = re.sub(r"[-_]", "", name).lower()
+    for suffix in SUFFIXES[kind]:
+        if key.endswith(suffix) and key != suffix:
+            return key.removesuffix(suffix)
+    return key
+
+
+def normalise(distribution: str) -> str:
+    """A distribution's name as the package index compares it: ``Acme_Losses`` -> ``acme-losses``."""
+    return re.sub(r"[-_.]+", "-", distribution).strip().lower()
+
+
+def closest(word: str, known: Iterable[str]) -> str | None:
+    """The known word that was probably meant, whatever its case; None when none is near."""
+    by_key = {k.lower(): k for k in known}
+    near = difflib.get_close_matches(word.lower(), by_key, 1, 0.6)
+    return by_key[near[0]] if near else None

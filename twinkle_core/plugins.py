@@ -1,0 +1,173 @@
+"""Hook modules, each loaded and called in isolation (L0).
+
+A module that can't be loaded, or a hook that raises, is one warning and a record that ``twinkle plugins`` shows; everything else
+goes on. What a failed module had registered is taken back. ``TWINKLE_STRICT_PLUGINS=1`` raises instead.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pluggy
+
+from twinkle_core import api, hookspecs, loading, registry, settings
+from twinkle_core.errors import BadHook, HookFailed
+from twinkle_core.index import HOOK_MODULES, Entry, Index
+from twinkle_core.isolation import Attempt, attempt
+from twinkle_core.names import closest
+
+logger = logging.getLogger("twinkle")
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What became of a hook module. ``state``: ``loaded``, ``off`` or ``failed``; ``why``: the cause in one line."""
+
+    entry: Entry
+    state: str
+    why: str = ""
+
+
+class Plugins:
+    """The hook modules of a registry: loaded at the first call of a hook, and again what failed after ``registry.refresh()``."""
+
+    def __init__(self, names: registry.Registry) -> None:
+        self._names = names
+        self._manager = pluggy.PluginManager(hookspecs.PROJECT)
+        self._manager.add_hookspecs(hookspecs)
+        self._entries: dict[str, Entry] = {}  # by the name under which pluggy knows the module
+        self._records: dict[str, Record] = {}
+        self._warned: set[tuple[str, str]] = set()
+        self._seen: Index | None = None
+
+    def hooks(self) -> Any:
+        """The caller of hooks: ``hooks().twinkle_after_step(session=..., result=...)``, arguments by keyword.
+
+        Returns:
+            Calls give the list of answers that are not None; ``twinkle_resolve`` gives the first one.
+
+        Raises:
+            HookFailed: only with ``TWINKLE_STRICT_PLUGINS=1``.
+        """
+        installed = self._names.index()
+        if installed is not self._seen:
+            before, self._seen = self._seen, installed  # set first: a hook module may ask for names while it loads
+            try:
+                for entry in installed.of(HOOK_MODULES):
+                    self._admit(entry)
+            except HookFailed:
+                self._seen = before
+                raise
+        return self._manager.hook
+
+    def records(self) -> list[Record]:
+        """What became of each hook module that was looked at, and of hooks that raised."""
+        return list(self._records.values())
+
+    def register(self, plugin: Any, name: str) -> None:
+        """Listen with an object or module of this process.
+
+        Raises:
+            BadHook: it marks a function that is no hook, or whose parameters the hook does not have.
+        """
+        self._listen(Entry(HOOK_MODULES, name, name), plugin)
+
+    def unregister(self, name: str) -> None:
+        """Listen no longer."""
+        self._manager.unregister(name=name)
+        self._entries.pop(name, None)
+
+    def components(self, kind: str) -> list[Entry]:
+        """What the hook ``twinkle_components`` gives for a kind, with who gave it."""
+        found = []
+        for impl in self.hooks().twinkle_components.get_hookimpls():
+            owner = self._entries[impl.plugin_name]
+            answer = impl.function(*([kind] if impl.argnames else []))
+            for name, obj in answer.items() if isinstance(answer, Mapping) else ():
+                found.append(registry.entry_of(kind, str(name), obj, owner))
+        return found
+
+    # ------------------------------------------------------------------------------------------------ loading
+
+    def _admit(self, entry: Entry) -> None:
+        """Load one hook module, unless it is there or switched off."""
+        if entry.qualified in self._entries:
+            return
+        if entry.disabled:
+            self._records[entry.qualified] = Record(entry, "off")
+            return
+        got = self._attempt(lambda: self._listen(entry, loading.load(entry, api.SUPPORTED)))
+        if got.error is None:
+            self._records[entry.qualified] = Record(entry, "loaded")
+        else:
+            self._failed(entry, "could not be loaded", got)
+
+    def _attempt(self, call: Callable[[], Any]) -> Attempt[Any]:
+        """A foreign call; names that it registered before it failed are taken back."""
+
+        def guarded() -> Any:
+            with self._names.undo_on_error():
+                return call()
+
+        return attempt(guarded)
+
+    def _failed(self, entry: Entry, what: str, got: Attempt[Any]) -> None:
+        error = got.error
+        assert error is not None
+        cause = error.__cause__ if error.__cause__ is not None else error
+        failure = HookFailed(entry.name, f"{entry.dist or 'this process'} {entry.version}".strip(), what, cause)
+        self._records[entry.qualified] = Record(entry, "failed", f"{what}: {failure.why}")
+        if settings.strict_plugins():
+            raise failure from error
+        if (entry.qualified, what) not in self._warned:
+            self._warned.add((entry.qualified, what))
+            logger.warning("%s", failure)
+
+    # ------------------------------------------------------------------------------------------------ listening
+
+    def _listen(self, entry: Entry, plugin: Any) -> None:
+        """Give pluggy the marked functions of a module, each wrapped so that its failure stays its own."""
+        marked: dict[str, Any] = {}
+        for name in dir(plugin):
+            function = getattr(plugin, name, None)
+            options = getattr(function, f"{hookspecs.PROJECT}_impl", None)
+            if not isinstance(options, dict):
+                continue
+            hook = options.get("specname") or name
+            if hook not in hookspecs.NAMES:
+                raise BadHook(hook, closest(hook, hookspecs.NAMES), "there is no such hook")
+            if options.get("wrapper") or options.get("hookwrapper"):
+                raise BadHook(hook, None, "wrappers of hooks are not supported: their failure could not be kept apart")
+            marked[name] = self._isolated(entry, hook, function)
+        listener = SimpleNamespace(**marked)
+        self._entries[entry.qualified] = entry
+        try:
+            self._manager.register(listener, entry.qualified)
+        except (pluggy.PluginValidationError, ValueError) as error:
+            self._entries.pop(entry.qualified)
+            if self._manager.get_plugin(entry.qualified) is listener:
+                self._manager.unregister(name=entry.qualified)
+            raise BadHook(entry.name, None, " ".join(str(error).split())) from None
+
+    def _isolated(self, entry: Entry, hook: str, function: Any) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def call(*args: Any) -> Any:
+            got = self._attempt(lambda: function(*args))
+            if got.error is not None:
+                self._failed(entry, f"failed in {hook}", got)
+            return got.value
+
+        return call
+
+
+_PROCESS = Plugins(registry.process())
+hooks = _PROCESS.hooks
+records = _PROCESS.records
+register = _PROCESS.register
+unregister = _PROCESS.unregister
+components = _PROCESS.components

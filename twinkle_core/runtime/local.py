@@ -1,0 +1,121 @@
+"""The local runtime: one process, or one of torchrun's (L0)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from twinkle_core import settings
+from twinkle_core.contracts.runtime import Runtime
+from twinkle_core.errors import AlreadyInitialized
+
+if TYPE_CHECKING:
+    from twinkle_core.mesh import DeviceGroup, DeviceMesh
+
+
+class LocalRuntime(Runtime):
+    """Components live in this process; remote declarations change nothing."""
+
+    def __init__(self) -> None:
+        self.mesh: DeviceMesh | None = None
+        self.groups: Sequence[DeviceGroup] = ()
+
+    def start(self, *, nproc_per_node: int | None, groups: Sequence[DeviceGroup], mesh: DeviceMesh | None) -> None:
+        """Remember the mesh; torchrun has already started the processes."""
+        self.groups, self.mesh = groups, mesh
+
+    def create(self, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any], remote_group: str | None) -> Any:
+        """The instance itself, here."""
+        return cls(*args, **kwargs)
+
+    def placement(self) -> str:
+        """This process and the mesh."""
+        line = f"local: rank {settings.rank()} of {settings.world_size()}, in this process"
+        return line if self.mesh is None else f"{line}\n{self.mesh!r}"
+
+    def shutdown(self) -> None:
+        """Nothing was started."""
+
+
+@dataclass
+class _State:
+    """What ``initialize`` chose, for the life of the process."""
+
+    runtime: Runtime
+    arguments: dict[str, object] | None = None
+
+
+_state = _State(LocalRuntime())
+
+
+def initialize(
+    mode: str = "local",
+    nproc_per_node: int | None = None,
+    seed: int = 42,
+    full_determinism: bool = False,
+    groups: Sequence[DeviceGroup] | None = None,
+    global_device_mesh: DeviceMesh | None = None,
+    lazy_collect: bool = True,
+) -> None:
+    """Choose where components live, and seed this process. Never needed for one process.
+
+    Args:
+        mode: ``local`` (this process, or torchrun's), or the name of an installed runtime (``ray`` from twinkle-ray).
+        nproc_per_node: workers of each machine, for runtimes that start them.
+        seed: seeds Python, numpy and torch.
+        full_determinism: also asks torch for deterministic kernels.
+        groups: named groups of workers, for runtimes that place them.
+        global_device_mesh: the mesh that components take when they are given none.
+        lazy_collect: a runtime may delay the collecting of results until they are read.
+
+    Raises:
+        AlreadyInitialized: called before with other arguments; shows both.
+    """
+    arguments: dict[str, object] = {
+        "mode": mode,
+        "nproc_per_node": nproc_per_node,
+        "seed": seed,
+        "full_determinism": full_determinism,
+        "groups": groups,
+        "global_device_mesh": global_device_mesh,
+        "lazy_collect": lazy_collect,
+    }
+    if _state.arguments is not None:
+        if _state.arguments != arguments:
+            raise AlreadyInitialized(_state.arguments, arguments)
+        return
+    from twinkle_core import registry
+
+    runtime = registry.build("runtime", mode, {}, contract=Runtime)
+    runtime.start(nproc_per_node=nproc_per_node, groups=groups or (), mesh=global_device_mesh)
+    seed_everything(seed, full_determinism)
+    _state.runtime, _state.arguments = runtime, arguments
+
+
+def seed_everything(seed: int, full_determinism: bool = False) -> None:
+    """Seed Python, numpy (where installed) and torch, all devices."""
+    import importlib.util
+    import random
+
+    import torch
+
+    random.seed(seed)
+    if importlib.util.find_spec("numpy"):
+        import numpy
+
+        numpy.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    if full_determinism:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.backends.cudnn.benchmark = False
+
+
+def current_runtime() -> Runtime:
+    """The runtime that ``initialize`` chose; local without it."""
+    return _state.runtime
+
+
+def get_device_placement() -> str:
+    """Who sits where, as a drawing."""
+    return _state.runtime.placement()
