@@ -288,7 +288,24 @@ class AlreadyInitialized(TwinkleError, RuntimeError):
 # ---------------------------------------------------------------------------------------------------- backends
 
 
-# ---------------------------------------------------------------------------------------------------- configuration files and the command line
+# ---------------------------------------------------------------------------------------------------- the command line
+
+
+class UnknownCommand(TwinkleError, LookupError):
+    """``twinkle WORD`` where no such command exists."""
+
+    def __init__(self, command: str, near: str | None, known: Iterable[str]) -> None:
+        super().__init__(f"unknown command '{command}'.{_meant(near)}\n    commands: {_listed(known)}")
+
+
+class BadReference(TwinkleError, ValueError):
+    """What should read KIND/NAME and does not."""
+
+    def __init__(self, text: str, kinds: Iterable[str]) -> None:
+        super().__init__(f"'{text}' is not KIND/NAME, such as loss/cross_entropy\n    kinds: {_listed(kinds)}")
+
+
+# ---------------------------------------------------------------------------------------------------- configuration files
 
 
 class NoConfigFile(TwinkleError, FileNotFoundError):
@@ -349,5 +366,6 @@ class UnsupportedGGUF(TwinkleError, ValueError):
 
     def __init__(self, path: object, reason: str) -> None:
         super().__init__(
-            f"{path}: {reason}.\n    The quickstart reads GGUF files of Llama models with a byte-level BPE tokenizer; for another model give --model."
+            f"{path}: {reason}.\n    The quickstart reads GGUF files of Llama models with a byte-level BPE tokenizer.\n"
+            "    For another model: --model ID"
         )

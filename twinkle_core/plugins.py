@@ -1,13 +1,12 @@
 """Hook modules, each loaded and called in isolation (L0).
 
-A module that can't be loaded, or a hook that raises, is one warning and a record that ``twinkle plugins`` shows; everything else
-goes on. What a failed module had registered is taken back. ``TWINKLE_STRICT_PLUGINS=1`` raises instead.
+A module that can't be loaded, or a hook that raises, is one warning and a record that ``twinkle plugins`` shows; everything
+else goes on. What a failed module had registered is taken back. ``TWINKLE_STRICT_PLUGINS=1`` raises instead.
 """
 
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -19,9 +18,8 @@ from twinkle_core import api, hookspecs, loading, registry, settings
 from twinkle_core.errors import BadHook, HookFailed
 from twinkle_core.index import HOOK_MODULES, Entry, Index
 from twinkle_core.isolation import Attempt, attempt
+from twinkle_core.log import get_logger
 from twinkle_core.names import closest
-
-logger = logging.getLogger("twinkle")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +32,7 @@ class Record:
 
 
 class Plugins:
-    """The hook modules of a registry: loaded at the first call of a hook, and again what failed after ``registry.refresh()``."""
+    """The hook modules of a registry: loaded at the first call of a hook; after ``registry.refresh()`` again what failed."""
 
     def __init__(self, names: registry.Registry) -> None:
         self._names = names
@@ -126,25 +124,14 @@ class Plugins:
             raise failure from error
         if (entry.qualified, what) not in self._warned:
             self._warned.add((entry.qualified, what))
-            logger.warning("%s", failure)
+            get_logger("plugins").warning("%s", failure)
 
     # ------------------------------------------------------------------------------------------------ listening
 
     def _listen(self, entry: Entry, plugin: Any) -> None:
         """Give pluggy the marked functions of a module, each wrapped so that its failure stays its own."""
-        marked: dict[str, Any] = {}
-        for name in dir(plugin):
-            function = getattr(plugin, name, None)
-            options = getattr(function, f"{hookspecs.PROJECT}_impl", None)
-            if not isinstance(options, dict):
-                continue
-            hook = options.get("specname") or name
-            if hook not in hookspecs.NAMES:
-                raise BadHook(hook, closest(hook, hookspecs.NAMES), "there is no such hook")
-            if options.get("wrapper") or options.get("hookwrapper"):
-                raise BadHook(hook, None, "wrappers of hooks are not supported: their failure could not be kept apart")
-            marked[name] = self._isolated(entry, hook, function)
-        listener = SimpleNamespace(**marked)
+        wrapped = {name: self._isolated(entry, hook, function) for name, hook, function in _marked(plugin)}
+        listener = SimpleNamespace(**wrapped)
         self._entries[entry.qualified] = entry
         try:
             self._manager.register(listener, entry.qualified)
@@ -165,7 +152,29 @@ class Plugins:
         return call
 
 
-_PROCESS = Plugins(registry.process())
+def _marked(plugin: Any) -> list[tuple[str, str, Any]]:
+    """(attribute, hook, function) of what a module marks as hooks."""
+    found = []
+    for name in dir(plugin):
+        function = getattr(plugin, name, None)
+        options = getattr(function, f"{hookspecs.PROJECT}_impl", None)
+        if not isinstance(options, dict):
+            continue
+        hook = options.get("specname") or name
+        if hook not in hookspecs.NAMES:
+            raise BadHook(hook, closest(hook, hookspecs.NAMES), "there is no such hook")
+        if options.get("wrapper") or options.get("hookwrapper"):
+            raise BadHook(hook, None, "wrappers of hooks are not supported: their failure could not be kept apart")
+        found.append((name, hook, function))
+    return found
+
+
+def check(entry: Entry, plugin: Any) -> None:
+    """Raise BadHook where a hook module would be refused. Nothing listens afterwards."""
+    Plugins(registry.Registry(path=()))._listen(entry, plugin)
+
+
+_PROCESS = registry.process().plugins()
 hooks = _PROCESS.hooks
 records = _PROCESS.records
 register = _PROCESS.register

@@ -24,7 +24,7 @@ import inspect
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from twinkle_core import api, arguments, loading, snapshots
 from twinkle_core.errors import (
@@ -42,6 +42,9 @@ from twinkle_core.index import Entry, Index, scan
 from twinkle_core.known import KNOWN
 from twinkle_core.names import PLURAL, closest, fold, kind_of, normalise
 
+if TYPE_CHECKING:
+    from twinkle_core.plugins import Plugins
+
 
 class Registry:
     """Names of one process. ``path``: where distributions are looked for; default ``sys.path``, as it is at the scan."""
@@ -52,6 +55,7 @@ class Registry:
         self._registered: dict[tuple[str, str], Entry] = {}
         self._frozen: Index | None = None
         self._resolved: dict[tuple[str, str, str], Entry] = {}
+        self._plugins: Plugins | None = None
 
     # ------------------------------------------------------------------------------------------------ what is there
 
@@ -72,7 +76,7 @@ class Registry:
         if self._frozen is not None:
             return self._frozen.of(kind)
         own = [e for e in self._registered.values() if e.kind == kind]
-        live = [e for e in [*self.index().of(kind), *self._from_hooks(kind)] if not e.disabled]
+        live = [e for e in [*self.index().of(kind), *self.plugins().components(kind)] if not e.disabled]
         return own + live
 
     def register(self, kind: str, name: str, obj: Any, override: bool = False) -> None:
@@ -131,14 +135,17 @@ class Registry:
         installed = self.index()
         entry = _choose(kind, bare, installed, installed.hits(kind, bare, dist))
         if entry is None:
-            named = Index(self._from_hooks(kind))
+            named = Index(self.plugins().components(kind))
             entry = _choose(kind, bare, named, named.hits(kind, bare, dist))
         return entry
 
-    def _from_hooks(self, kind: str) -> list[Entry]:
-        from twinkle_core import plugins  # it asks this module for the installed hook modules
+    def plugins(self) -> Plugins:
+        """The hook modules among what is installed."""
+        from twinkle_core.plugins import Plugins  # brings pluggy, which names that are installed don't need
 
-        return plugins.components(kind) if self is _PROCESS else []
+        if self._plugins is None:
+            self._plugins = Plugins(self)
+        return self._plugins
 
     def _explain(self, kind: str, name: str) -> TwinkleError:
         """Why a name has no answer."""
@@ -146,7 +153,7 @@ class Registry:
             return FrozenRegistry(kind, name, (e.qualified for e in self._frozen.of(kind)))
         dist, _, bare = name.rpartition("/")
         hits = self.index().hits(kind, bare, normalise(dist))
-        if hits:
+        if hits:  # none of them live
             return Disabled(hits[0].label)
         for (k, known), (cls, owner, since) in KNOWN.items():
             if k == kind and fold(kind, bare) in (fold(kind, known), fold(kind, cls)) and normalise(dist) in ("", owner):
@@ -187,10 +194,8 @@ class Registry:
         entry = self._search(kind, spec)
         if entry is not None:
             return self.load(entry)
-        if self._frozen is None and self is _PROCESS:
-            from twinkle_core import plugins
-
-            answer = plugins.hooks().twinkle_resolve(kind=kind, name=spec)
+        if self._frozen is None:
+            answer = self.plugins().hooks().twinkle_resolve(kind=kind, name=spec)
             if answer is not None:
                 return answer
         raise self._explain(kind, spec)

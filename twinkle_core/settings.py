@@ -29,6 +29,11 @@ ALL = (
 )
 
 
+def shown() -> list[tuple[Setting, str]]:
+    """Each setting with its value of now."""
+    return [(setting, _value(setting.variable)) for setting in ALL]
+
+
 def _value(variable: str) -> str:
     default = next(s.default for s in ALL if s.variable == variable)
     return os.environ.get(variable, default)

@@ -21,7 +21,8 @@ def name_of(step: int) -> str:
 def all_of(output_dir: Path) -> list[Path]:
     """Checkpoints by step, oldest first. A folder was renamed into place, so it is whole or absent, and each can be used."""
     folders = [path for path in output_dir.iterdir() if path.is_dir()] if output_dir.is_dir() else []
-    return [path for _, path in sorted((int(match[1]), path) for path in folders if (match := _NAME.fullmatch(path.name)))]
+    matches = [(_NAME.fullmatch(path.name), path) for path in folders]
+    return [path for _, path in sorted((int(match[1]), path) for match, path in matches if match)]
 
 
 def to_resume(resume: str | None, output_dir: Path) -> Path | None:

@@ -14,8 +14,8 @@ from typing import Any
 class Journal:
     """One line of JSON a logging step, and a bar on the terminal.
 
-    ``metrics.jsonl`` holds ``step``, ``epoch``, ``tokens_per_second``, ``seconds`` since this process began, and the metrics' own
-    numbers (``loss``, ``lr``, ``grad_norm``, ...). Numbers that are not finite are null.
+    ``metrics.jsonl`` holds ``step``, ``epoch``, ``tokens_per_second``, ``seconds`` since this process began, and the metrics'
+    own numbers (``loss``, ``lr``, ``grad_norm``, ...). Numbers that are not finite are null.
 
     Args:
         folder: where ``metrics.jsonl`` is; made where absent.

@@ -1,0 +1,1 @@
+from twinkle_core.data.dataloader import DataLoader as DataLoader

@@ -1,0 +1,6 @@
+from typing import Any
+
+from twinkle_core.contracts.model import TwinkleModel as TwinkleModel
+from twinkle_transformers.model import TransformersModel as TransformersModel
+
+def __getattr__(name: str) -> Any: ...  # classes of other distributions

@@ -1,0 +1,5 @@
+"""Optimizers by name: torch's, and those of installed distributions."""
+
+from twinkle_core.lazy import attach
+
+__getattr__, __dir__, _ = attach(__name__, kind="optimizer")

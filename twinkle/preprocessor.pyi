@@ -1,0 +1,8 @@
+from typing import Any
+
+from twinkle_core.data.preprocessors import AlpacaProcessor as AlpacaProcessor
+from twinkle_core.data.preprocessors import MessagesProcessor as MessagesProcessor
+from twinkle_core.data.preprocessors import SelfCognitionProcessor as SelfCognitionProcessor
+from twinkle_core.data.preprocessors import ShareGPTProcessor as ShareGPTProcessor
+
+def __getattr__(name: str) -> Any: ...  # classes of other distributions

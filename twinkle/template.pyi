@@ -1,0 +1,5 @@
+from typing import Any
+
+from twinkle_core.templates.chat import ChatTemplate as ChatTemplate
+
+def __getattr__(name: str) -> Any: ...  # classes of other distributions

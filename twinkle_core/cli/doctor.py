@@ -1,0 +1,119 @@
+"""``twinkle doctor``: this machine, its libraries, the settings and the plugins' faults (L0)."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+from twinkle_core import plugins, registry, settings
+from twinkle_core.cli.plugins import BROKEN, rows
+from twinkle_core.cli.tables import pairs
+from twinkle_core.index import HOOK_MODULES, distribution
+from twinkle_core.isolation import attempt
+from twinkle_core.names import PLURAL
+from twinkle_core.version import __version__
+
+LIBRARIES = (
+    "torch", "transformers", "peft", "accelerate", "datasets", "modelscope", "huggingface-hub", "safetensors", "pydantic",
+    "pluggy", "numpy",
+)  # fmt: skip
+GIB = 2**30
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Declare the command."""
+    parser = subparsers.add_parser("doctor", help="this machine", description=__doc__)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the report. Returns 1 when an installed plugin is broken."""
+    faults = plugin_faults()
+    sections = {
+        "twinkle": [("version", __version__), ("plugins", ", ".join(_providers()) or "none")],
+        "system": system(),
+        "libraries": libraries(),
+        "device": device(),
+        "settings": [(s.variable, f"{value or '(empty)'}   {s.meaning}") for s, value in settings.shown()],
+        "space": space(settings.cache_dir()),
+        "faults": [("", fault) for fault in faults] or [("", "none")],
+    }
+    header = [line for answer in plugins.hooks().twinkle_report_header() for line in _lines(answer)]
+    if header:
+        sections["from plugins"] = [("", line) for line in header]
+    for title, facts in sections.items():
+        print(f"{title}\n{pairs(facts)}\n")
+    return int(bool(faults))
+
+
+def system() -> list[tuple[str, str]]:
+    """Python and the machine."""
+    return [
+        ("python", f"{platform.python_version()} in {sys.prefix}"),
+        ("platform", platform.platform()),
+        ("processor", f"{os.cpu_count()} cores, bf16 {'in hardware' if cpu_has_bf16() else 'not in hardware'}"),
+    ]
+
+
+def cpu_has_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Whether the CPU multiplies bf16 itself (without it bf16 on CPU is several times slower than fp32). Linux; else False."""
+    if not cpuinfo.is_file():
+        return False
+    flags = cpuinfo.read_text(errors="replace").split()
+    return bool({"avx512_bf16", "amx_bf16", "bf16", "avx_ne_convert"} & set(flags))
+
+
+def libraries() -> list[tuple[str, str]]:
+    """Versions, from metadata."""
+    found = ((name, distribution(name)) for name in LIBRARIES)
+    return [(name, str(dist.version) if dist is not None else "not installed") for name, dist in found]
+
+
+def device() -> list[tuple[str, str]]:
+    """What torch sees. Imports torch."""
+    got = attempt(_torch)
+    if got.value is None:
+        return [("torch", f"can't be imported: {got.why}")]
+    torch = got.value
+    facts = [("threads", str(torch.get_num_threads()))]
+    if not torch.cuda.is_available():
+        return [*facts, ("cuda", "not available")]
+    for number in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(number)
+        memory = f"{properties.total_memory / GIB:.0f} GiB"
+        facts.append((f"cuda:{number}", f"{properties.name}, {memory}, CUDA {torch.version.cuda}"))
+    return [*facts, ("bf16", "in hardware" if torch.cuda.is_bf16_supported(including_emulation=False) else "not in hardware")]
+
+
+def _torch() -> Any:
+    import torch
+
+    return torch
+
+
+def space(folder: Path) -> list[tuple[str, str]]:
+    """Room for downloads."""
+    there = next(p for p in (folder, *folder.parents) if p.exists())
+    usage = shutil.disk_usage(there)
+    return [("cache", str(folder)), ("free", f"{usage.free / GIB:.1f} of {usage.total / GIB:.1f} GiB")]
+
+
+def plugin_faults() -> list[str]:
+    """Damaged metadata, and third parties' components and hook modules that do not load (tried in a child process)."""
+    index = registry.index()
+    others = [e for kind in PLURAL for e in index.of(kind) if e.dist != "twinkle-core"]
+    tried = rows([*others, *index.of(HOOK_MODULES)], load=True)
+    return [*index.faults, *(row.why for row in tried if row.state == BROKEN)]
+
+
+def _providers() -> list[str]:
+    return sorted({f"{e.dist} {e.version}" for e in registry.index().entries})
+
+
+def _lines(answer: Any) -> list[str]:
+    return [answer] if isinstance(answer, str) else [str(line) for line in answer]
