@@ -315,6 +315,13 @@ class NoConfigFile(TwinkleError, FileNotFoundError):
         super().__init__(f"there is no configuration file {path}\n    twinkle train --schema prints what it may hold")
 
 
+class NoConfigGiven(TwinkleError, ValueError):
+    """``twinkle train`` alone."""
+
+    def __init__(self) -> None:
+        super().__init__("which file? twinkle train CONFIG.yaml [--key value]\n    twinkle train --schema prints what it may hold")
+
+
 class BadConfig(TwinkleError, ValueError):
     """A configuration that can't be run. All its faults are told at once.
 

@@ -18,6 +18,12 @@ def name_of(step: int) -> str:
     return f"checkpoint-{step}"
 
 
+def step_of(path: Path, otherwise: int) -> int:
+    """The step in a folder's name; ``otherwise`` for a folder with a name of its own."""
+    match = _NAME.fullmatch(path.name)
+    return int(match[1]) if match else otherwise
+
+
 def all_of(output_dir: Path) -> list[Path]:
     """Checkpoints by step, oldest first. A folder was renamed into place, so it is whole or absent, and each can be used."""
     folders = [path for path in output_dir.iterdir() if path.is_dir()] if output_dir.is_dir() else []
