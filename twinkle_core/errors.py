@@ -6,7 +6,7 @@ state changes, unless its text says otherwise.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 
 class TwinkleError(Exception):
@@ -273,19 +273,624 @@ class AlreadyInitialized(TwinkleError, RuntimeError):
 # ---------------------------------------------------------------------------------------------------- hubs and data
 
 
+class HubError(TwinkleError):
+    """A model or data set could not be found. Raised by ``twinkle_core.hub.resolve`` and nothing else."""
+
+
+class NoSuchPath(HubError, FileNotFoundError):
+    """A local path that is not there, or not what it should be."""
+
+    @classmethod
+    def missing(cls, given: str, looked_at: object, kind: str, similar: Sequence[str] = ()) -> NoSuchPath:
+        hint = f" Did you mean {' or '.join(map(repr, similar))}?" if similar else ""
+        return cls(
+            f"the {kind} path {given!r} does not exist (looked at {looked_at}).{hint}\n"
+            f"    A hub id is written with its hub: 'hf://org/name' or 'ms://org/name'."
+        )
+
+    @classmethod
+    def empty(cls, given: str, wanted: str) -> NoSuchPath:
+        return cls(f"the folder {given!r} holds no data that can be read; give a file or a folder of {wanted}.")
+
+
+class BareId(HubError, ValueError):
+    """An id without its hub."""
+
+    def __init__(self, given: str, kind: str, looked_at: object) -> None:
+        super().__init__(
+            f"the {kind} {given!r} is no path on this machine (looked at {looked_at}), and no hub is named.\n"
+            f"    If it is on a hub, say which: 'hf://{given}' (Hugging Face) or 'ms://{given}' (ModelScope)."
+        )
+
+
+class BadHubId(HubError, ValueError):
+    """An id that no hub can have."""
+
+    def __init__(self, given: str, kind: str) -> None:
+        super().__init__(f"{given!r} is no {kind} id; write 'hf://org/name', 'ms://org/name', or a local path.")
+
+
+class Unreachable(HubError, ConnectionError):
+    """The hub does not answer, or must not be asked, and there is no copy in the local cache."""
+
+    def __init__(self, given: str, kind: str, hub: str, offline: bool, cause: str) -> None:
+        why = (
+            f"HF_HUB_OFFLINE forbids asking {hub}, and its local cache has no copy"
+            if offline
+            else f"{hub} can't be reached from here, and its local cache has no copy"
+        )
+        super().__init__(
+            f"the {kind} {given!r} can't be fetched: {why}.\n    {cause}\n"
+            f"    Without a network give the path of a folder instead: copy it from a machine that has one, "
+            f"and pass '/path/to/{given.rpartition('/')[2]}'."
+        )
+
+
+class NotOnHub(HubError, FileNotFoundError):
+    """The hub answers that there is no such thing, or that this user may not have it."""
+
+    def __init__(self, given: str, kind: str, hub: str, revision: str | None, cause: str) -> None:
+        at = f" at revision {revision!r}" if revision else ""
+        super().__init__(
+            f"{hub} has no {kind} {given!r}{at}, or you may not read it.\n    {cause}\n"
+            f"    Check the name; for a private or gated one log in first."
+        )
+
+
+class DataError(TwinkleError, ValueError):
+    """A data set, a row of one, or a loader's arguments that can't be."""
+
+    @classmethod
+    def format(cls, path: object, known: str) -> DataError:
+        return cls(f"{path}: unknown format of data; the known ones are {known}.")
+
+    @classmethod
+    def line(cls, path: object, line: int, cause: str) -> DataError:
+        return cls(f"{path}, line {line}: not a JSON object ({cause}).")
+
+    @classmethod
+    def choice(cls, what: str, value: object, source: object, choices: Iterable[object]) -> DataError:
+        return cls(f"{source} has no {what} {value!r}; it has {', '.join(map(repr, choices)) or 'none'}.")
+
+    @classmethod
+    def loading(cls, source: object, cause: object) -> DataError:
+        return cls(f"{source} could not be read: {cause}")
+
+    @classmethod
+    def argument(cls, name: str, value: object, way: str) -> DataError:
+        return cls(f"{name}={value!r}: {way}.")
+
+    @classmethod
+    def not_rows(cls, index: int, value: object) -> DataError:
+        return cls(f"row {index} is a {type(value).__name__}, not a mapping of column names to values: {value!r:.80}")
+
+    @classmethod
+    def keys(cls, who: str, missing: Sequence[str], has: Iterable[str], way: str = "") -> DataError:
+        names = ", ".join(repr(m) for m in missing)
+        return cls(f"{who} needs {names} in each row; this row has {', '.join(map(repr, has)) or 'nothing'}.{way and ' ' + way}")
+
+    @classmethod
+    def value(cls, who: str, key: str, value: object, wanted: str) -> DataError:
+        return cls(f"{who}: {key} is {value!r:.80}, not {wanted}.")
+
+    @classmethod
+    def in_row(cls, what: str, index: int, cause: object) -> DataError:
+        return cls(f"{what}, row {index}: {cause}")
+
+    @classmethod
+    def returned(cls, what: str, value: object) -> DataError:
+        return cls(f"{what} returned a {type(value).__name__}; it must return a row (a mapping), or None to drop it.")
+
+    @classmethod
+    def no_template(cls) -> DataError:
+        return cls("the data set has no template; call set_template('chat', model_id=…) before encode().")
+
+    @classmethod
+    def lazy(cls, strategy: str) -> DataError:
+        return cls(
+            f"truncation_strategy={strategy!r} changes the number of rows, which a LazyDataset must know before it reads them.\n"
+            f"    Use Dataset, or one of 'raise', 'left', 'right'."
+        )
+
+    @classmethod
+    def unsized(cls, what: str) -> DataError:
+        return cls(f"{what} needs to know the data set's length, which a stream does not have; use Dataset or LazyDataset.")
+
+    @classmethod
+    def no_batches(cls, rows: int, rule: str) -> DataError:
+        return cls(f"a data set of {rows} rows gives no batch at all with {rule}.")
+
+    @classmethod
+    def empty(cls, what: str) -> DataError:
+        return cls(f"{what} has no rows.")
+
+    @classmethod
+    def encoded(cls, verb: str) -> DataError:
+        return cls(f"{verb} comes before encode(): the rows of this data set are encoded already.")
+
+    @classmethod
+    def not_encoded(cls, what: str) -> DataError:
+        return cls(f"{what} needs encoded rows; call set_template and encode() first.")
+
+
 # ---------------------------------------------------------------------------------------------------- templates and processors
+
+
+class TemplateError(TwinkleError, ValueError):
+    """A conversation that can't be encoded rightly. ``turn``: index of the message at fault, if it is one's."""
+
+    turn: int | None = None
+
+    @classmethod
+    def at(cls, turn: int, role: object, cause: str) -> TemplateError:
+        error = cls(f"message {turn} ({role}): {cause}")
+        error.turn = turn
+        return error
+
+    @classmethod
+    def shape(cls, value: object) -> TemplateError:
+        has = ", ".join(map(repr, value)) if isinstance(value, Mapping) else type(value).__name__
+        return cls(f"a conversation needs 'messages', a list of at least one message; this one has {has or 'nothing'}.")
+
+    @classmethod
+    def rendering(cls, cause: object) -> TemplateError:
+        return cls(f"the model's chat template refuses this conversation: {cause}")
+
+    @classmethod
+    def prompt(cls) -> TemplateError:
+        return cls("add_generation_prompt is for a conversation that waits for an answer; this one ends with the assistant's turn.")
+
+    @classmethod
+    def strategy(cls, value: object, choices: Iterable[str]) -> TemplateError:
+        return cls(f"truncation_strategy={value!r} is none of {', '.join(map(repr, choices))}.")
+
+    @classmethod
+    def argument(cls, name: str, value: object, way: str) -> TemplateError:
+        return cls(f"{name}={value!r}: {way}.")
+
+    @classmethod
+    def tokenizer(cls, name: object, cause: object) -> TemplateError:
+        return cls(f"no tokenizer could be loaded from {name}: {cause}")
+
+    @classmethod
+    def slow(cls, name: object) -> TemplateError:
+        return cls(f"the tokenizer of {name} gives no character offsets (it is not a 'fast' one), so labels can't be placed.")
+
+
+class NoChatTemplate(TemplateError):
+    """A tokenizer of a base model."""
+
+    def __init__(self, name: object) -> None:
+        super().__init__(
+            f"the tokenizer of {name} has no chat template (a base model?).\n"
+            f"    Give one with chat_template=…, use an instruct model's tokenizer, or train plain text with use_chat_template=False."
+        )
+
+
+class RowTooLong(TemplateError):
+    """More tokens than ``max_length``, and the strategy is to say so."""
+
+    def __init__(self, tokens: int, max_length: int, strategy: str) -> None:
+        super().__init__(
+            f"the row has {tokens} tokens, max_length is {max_length} (truncation_strategy={strategy!r}).\n"
+            f"    Raise max_length, or choose 'left', 'right', 'split' or 'delete'."
+        )
+
+
+class NoLabels(TemplateError):
+    """A row with nothing to learn from: it would reach the loss as an all -100 row."""
+
+    @classmethod
+    def untrained(cls) -> NoLabels:
+        return cls("no token of the row is trained: the conversation has no assistant turn that train_on asks for.")
+
+    @classmethod
+    def cut(cls, tokens: int, max_length: int, strategy: str) -> NoLabels:
+        return cls(
+            f"no trained token is left after truncation_strategy={strategy!r} cut {tokens} tokens to max_length {max_length}.\n"
+            f"    Raise max_length, cut the other side, or drop such rows with 'delete'."
+        )
+
+
+class BadRow(TwinkleError, ValueError):
+    """An encoded row that can't be collated."""
+
+    @classmethod
+    def no_rows(cls) -> BadRow:
+        return cls("an empty batch: there are no rows to collate.")
+
+    @classmethod
+    def kind(cls, row: int, value: object) -> BadRow:
+        return cls(f"row {row} is a {type(value).__name__}, not a mapping with 'input_ids'.")
+
+    @classmethod
+    def missing(cls, row: int, field: str, has: Iterable[str]) -> BadRow:
+        keys = list(has)
+        raw = " It looks like a conversation that no template has encoded: call set_template first." if "messages" in keys else ""
+        return cls(f"row {row} has no {field!r}; it has {', '.join(map(repr, keys)) or 'nothing'}.{raw}")
+
+    @classmethod
+    def field(cls, row: int, field: str, way: str) -> BadRow:
+        return cls(f"row {row}: {field!r} {way}.")
+
+    @classmethod
+    def length(cls, row: int, field: str, length: int, tokens: int) -> BadRow:
+        return cls(f"row {row}: {field!r} has {length} values, 'input_ids' has {tokens}; one value a token is needed.")
+
+    @classmethod
+    def argument(cls, name: str, value: object, way: str) -> BadRow:
+        return cls(f"{name}={value!r}: {way}.")
 
 
 # ---------------------------------------------------------------------------------------------------- training
 
 
+class BadWindowSize(TwinkleError, ValueError):
+    """gradient_accumulation_steps that is no positive whole number."""
+
+    def __init__(self, size: object) -> None:
+        super().__init__(f"gradient_accumulation_steps={size!r} is not a whole number of at least 1.")
+
+
+class WindowSizeChanged(TwinkleError, ValueError):
+    """Another window size while a window is open."""
+
+    def __init__(self, old: int, new: int, count: int) -> None:
+        super().__init__(
+            f"gradient_accumulation_steps={new} was given while a window of {old} is open ({count} of {old} backwards done).\n"
+            f"    keep {old} until the window closes, close it with flush(), or give it up with zero_grad(drop=True)"
+        )
+
+
+class WindowNotStepped(TwinkleError, RuntimeError):
+    """A backward on gradients that have been normalised already."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(
+            f"the window of {count} backward(s) has been normalised and clipped, but not used: more gradients can't be added to it.\n"
+            f"    call step() to use it or zero_grad() to drop it, then go on"
+        )
+
+
+class NoOptimizer(TwinkleError, RuntimeError):
+    """A verb that needs an optimizer."""
+
+    def __init__(self, verb: str, adapter: str, base_has_one: bool = False) -> None:
+        hint = "\n    the base model has one, but an optimizer belongs to one adapter" if base_has_one and adapter else ""
+        super().__init__(f"{verb}() of {_whose(adapter)} needs an optimizer: call set_optimizer({_by_name(adapter)}) first.{hint}")
+
+
+class NoTrainableParameters(TwinkleError, ValueError):
+    """An optimizer for nothing."""
+
+    def __init__(self, adapter: str) -> None:
+        super().__init__(f"{_whose(adapter)} has no trainable parameter, so there is nothing for an optimizer to train.")
+
+
+class BadOptimizer(TwinkleError, ValueError):
+    """An optimizer that can't be used here."""
+
+    def __init__(self, what: str, why: str) -> None:
+        super().__init__(f"optimizer {what} can't be used: {why}")
+
+
+class BadScheduler(TwinkleError, ValueError):
+    """A scheduler that can't be used here."""
+
+    def __init__(self, what: str, why: str) -> None:
+        super().__init__(f"scheduler {what} can't be used: {why}")
+
+
+class NoForward(TwinkleError, RuntimeError):
+    """A split verb without the forward it belongs to."""
+
+    def __init__(self, verb: str, adapter: str) -> None:
+        super().__init__(
+            f"{verb}() of {_whose(adapter)} has no forward to work on: call forward({_by_name(adapter)}) first. "
+            f"Each forward has one backward."
+        )
+
+
+class NoTemplate(TwinkleError, ValueError):
+    """Raw trajectories without a template to encode them."""
+
+    def __init__(self, adapter: str) -> None:
+        super().__init__(
+            f"the inputs are conversations ('messages'), and {_whose(adapter)} has no template to encode them.\n"
+            f"    call set_template(...) first, or give encoded rows ('input_ids', 'labels')"
+        )
+
+
+class EmptyBatch(TwinkleError, ValueError):
+    """Nothing to compute on."""
+
+    def __init__(self, given: int = 0) -> None:
+        why = f": the template dropped all {given} conversations" if given else " (no rows)"
+        super().__init__(f"the batch is empty{why}. Give at least one row.")
+
+
+class BadInputs(TwinkleError, ValueError):
+    """Inputs of a form that is not known."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(f"inputs can't be used: {why}")
+
+
+class NoLabels(TwinkleError, ValueError):
+    """A loss that needs labels, and rows without."""
+
+    def __init__(self, loss: str, keys: Iterable[str]) -> None:
+        super().__init__(
+            f"{loss} needs 'labels', and the rows have only: {_listed(keys)}.\n"
+            f"    labels are aligned: labels[t] is the token that position t must predict, -100 where nothing is trained"
+        )
+
+
+class BadGroups(TwinkleError, ValueError):
+    """A loss whose groups don't cover the rows."""
+
+    def __init__(self, loss: str, sizes: Iterable[int], rows: int) -> None:
+        super().__init__(f"{loss} cuts {rows} rows into groups of {list(sizes)}: sizes must be at least 1 and add up to {rows}.")
+
+
+class RowsChanged(TwinkleError, ValueError):
+    """Loss arguments for each row, and a template that changed the number of rows."""
+
+    def __init__(self, name: str, given: int, encoded: int) -> None:
+        super().__init__(
+            f"the template made {encoded} rows of {given} conversations (dropped or split), so '{name}', which has one value for "
+            f"each conversation, no longer fits.\n    encode first (template.batch_encode), then give rows and '{name}' that fit"
+        )
+
+
+class BadLossResult(TwinkleError, TypeError):
+    """A loss that returns something else than a loss."""
+
+    def __init__(self, loss: str, what: str) -> None:
+        super().__init__(
+            f"{loss} returned {what}. A loss returns LossOutput(sum, weight); a plain function may return a scalar tensor, the mean."
+        )
+
+
+class BadLossWeight(TwinkleError, ValueError):
+    """A loss weight that is no count."""
+
+    def __init__(self, weight: float) -> None:
+        super().__init__(f"the weight of the window is {weight}: a loss must return how many items its sum is over, 0 or more.")
+
+
+class NonFiniteGradients(TwinkleError, ArithmeticError):
+    """NaN or infinite gradients. The weights and the optimizer are as they were; the window has been dropped."""
+
+    def __init__(self, adapter: str, names: Iterable[str], more: int, loss: float | None) -> None:
+        rest = f" and {more} more" if more else ""
+        last = "" if loss is None else f" (last loss: {loss:g})"
+        super().__init__(
+            f"gradients of {_whose(adapter)} are not finite in {_listed(names, 'a parameter')}{rest}{last}.\n"
+            f"    weights and optimizer are unchanged; the accumulation window was dropped. Lower the learning rate, look at the "
+            f"data of this batch, or choose on_nonfinite='skip'"
+        )
+
+
+class Unsupported(TwinkleError, TypeError):
+    """A verb that this backend does not have."""
+
+    def __init__(self, verb: str, backend: str, instead: str) -> None:
+        super().__init__(f"{backend} has no {verb}(). Use {instead}.")
+
+
 # ---------------------------------------------------------------------------------------------------- adapters
+
+
+def _whose(adapter: str) -> str:
+    return f"adapter '{adapter}'" if adapter else "the base model"
+
+
+def _by_name(adapter: str) -> str:
+    return f"..., adapter_name='{adapter}'" if adapter else "..."
+
+
+class UnknownAdapter(TwinkleError, KeyError):
+    """An adapter that is not there."""
+
+    def __init__(self, name: str, near: str | None, live: Iterable[str]) -> None:
+        self.text = f"unknown adapter '{name}'.{_meant(near)}\n    adapters: {_listed(live, 'none yet; add_adapter_to_model makes one')}"
+        super().__init__(self.text)
+
+    def __str__(self) -> str:  # KeyError shows the repr of its text
+        return self.text
+
+
+class WhichAdapter(TwinkleError, ValueError):
+    """Several adapters, and none named."""
+
+    def __init__(self, live: Iterable[str]) -> None:
+        super().__init__(
+            f"which adapter? This model has {_listed(live)}.\n"
+            f"    give adapter_name=..., or put the calls in `with model.adapter(name):` (adapter_name='' is the base model)"
+        )
+
+
+class DuplicateAdapter(TwinkleError, ValueError):
+    """A second adapter of one name. The live one is untouched."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"adapter '{name}' is there already. Remove it first (remove_adapter), or choose another name.")
+
+
+class BadAdapter(TwinkleError, ValueError):
+    """An adapter's name, configuration or folder that can't be used. Nothing was changed."""
+
+    def __init__(self, name: str, why: str) -> None:
+        super().__init__(f"adapter '{name}' can't be made: {why}")
 
 
 # ---------------------------------------------------------------------------------------------------- checkpoints
 
 
+class BadCheckpointName(TwinkleError, ValueError):
+    """A name that leaves the output folder."""
+
+    def __init__(self, name: str, output_dir: str) -> None:
+        super().__init__(f"save name {name!r} is not a folder inside output_dir '{output_dir}'. Give a plain name like 'step-100'.")
+
+
+class CheckpointInTheWay(TwinkleError, FileExistsError):
+    """Something that is no checkpoint stands where one is to be written."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(f"'{path}' is there and is not a checkpoint, so it is not replaced. Choose another name or move it away.")
+
+
+class CheckpointNotWritten(TwinkleError, OSError):
+    """Writing failed. What was there before is whole; nothing half-written is left."""
+
+    def __init__(self, path: str, why: str) -> None:
+        super().__init__(
+            f"checkpoint '{path}' could not be written: {why}\n"
+            f"    an older checkpoint of that name is whole; nothing half-written is left"
+        )
+
+
+class CheckpointNotFound(TwinkleError, FileNotFoundError):
+    """No checkpoint there."""
+
+    def __init__(self, path: str, why: str = "there is no such folder") -> None:
+        super().__init__(f"no checkpoint at '{path}': {why}.")
+
+
+class CheckpointDamaged(TwinkleError, ValueError):
+    """A file that is missing, cut short or changed. Nothing was loaded."""
+
+    def __init__(self, path: str, why: str) -> None:
+        super().__init__(f"checkpoint file '{path}' is damaged: {why}. Nothing was loaded; take an older checkpoint.")
+
+
+class CheckpointMismatch(TwinkleError, ValueError):
+    """A checkpoint that belongs to something else. Nothing was loaded."""
+
+    def __init__(self, path: str, why: str) -> None:
+        super().__init__(f"checkpoint '{path}' does not fit: {why}. Nothing was loaded.")
+
+
+class CheckpointUnfit(TwinkleError, ValueError):
+    """A state that can't be written so that it could be resumed."""
+
+    def __init__(self, what: str, why: str) -> None:
+        super().__init__(f"{what} can't be saved so that it could be resumed: {why}")
+
+
 # ---------------------------------------------------------------------------------------------------- backends
+
+
+class Fp8Unavailable(TwinkleError, RuntimeError):
+    """fp8 asked for where it can't run."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "mixed_precision='fp8' needs a GPU with fp8 units (H100 class or newer) and the library transformer-engine, and this "
+            "version of twinkle-transformers can't drive them yet. Use mixed_precision='bf16'."
+        )
+
+
+class UnknownModelClass(TwinkleError, LookupError):
+    """A class name that transformers doesn't have."""
+
+    def __init__(self, name: str, near: str | None) -> None:
+        super().__init__(
+            f"transformers has no model class '{name}'.{_meant(near)}\n"
+            f"    give a class, or a name such as 'AutoModelForCausalLM' or 'LlamaForCausalLM'"
+        )
+
+
+class NoModel(TwinkleError, ValueError):
+    """A constructor without a model to load or build."""
+
+    def __init__(self, owner: str) -> None:
+        super().__init__(
+            f"{owner} needs model_id=... (a local folder, 'ms://...' or 'hf://...') or config=... for a model with random weights"
+        )
+
+
+class ModelNotLoaded(TwinkleError, OSError):
+    """A folder that the model's library can't load."""
+
+    def __init__(self, folder: object, library_says: str) -> None:
+        super().__init__(f"the model in '{folder}' could not be loaded: {library_says}")
+
+
+class UnknownOption(TwinkleError, ValueError):
+    """A value that isn't one of those a parameter takes."""
+
+    def __init__(self, parameter: str, value: object, near: str | None, known: Iterable[str]) -> None:
+        super().__init__(f"{parameter}={value!r} is not known.{_meant(near)}\n    it is one of: {_listed(known)}")
+
+
+class ManyProcesses(TwinkleError, RuntimeError):
+    """A mesh of several processes where only one is supported."""
+
+    def __init__(self, owner: str, count: int, source: str) -> None:
+        super().__init__(
+            f"{owner} trains in one process in this version; {source} has {count}. Leave the sizes at 1, or start one process"
+        )
+
+
+class NoBackend(TwinkleError, ValueError):
+    """A device that isn't there."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__(f"the mesh asks for device_type='{device}', and torch sees no such device here. Use device_type='cpu'.")
+
+
+class PackingLeaks(TwinkleError, ValueError):
+    """Packing asked of a model whose rows then see each other."""
+
+    def __init__(self, model: str, why: str) -> None:
+        super().__init__(
+            f"{model} can't train on packed rows: {why}.\n    use a processor with padding_free=False"
+        )
+
+
+class NotComputed(TwinkleError, ValueError):
+    """A quantity that a loss or metric needs and this model doesn't have."""
+
+    def __init__(self, model: str, need: str, why: str) -> None:
+        super().__init__(f"{model} gives no {need}: {why}")
+
+
+class WeightsMismatch(CheckpointMismatch):
+    """Tensors that are not those of the model or adapter (``what``). Nothing was loaded."""
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        missing: Sequence[str] = (),
+        unknown: Sequence[str] = (),
+        misshapen: Sequence[tuple[str, Sequence[int], Sequence[int]]] = (),
+        parted: Sequence[str] = (),
+    ) -> None:
+        shapes = [f"{key} is {list(there)} in the file and {list(here)} here" for key, there, here in misshapen]
+        lines = [
+            f"{label} ({len(keys)}): {', '.join(keys[:5])}{', ...' if len(keys) > 5 else ''}"
+            for label, keys in (("missing", missing), ("unknown", unknown), ("misshapen", shapes), ("tied here, different there", parted))
+            if keys
+        ]
+        TwinkleError.__init__(self, f"the tensors don't fit {what}. Nothing was loaded.\n    " + "\n    ".join(lines))
+
+
+class DamagedWeights(TwinkleError, OSError):
+    """A weight file that can't be read whole."""
+
+    def __init__(self, file: object, reason: str) -> None:
+        super().__init__(f"{file} can't be read: {reason}")
+
+
+class NotAnAdapter(TwinkleError, FileNotFoundError):
+    """A folder that doesn't hold a saved adapter."""
+
+    def __init__(self, folder: object, file: str) -> None:
+        super().__init__(f"{folder} holds no saved adapter: there is no {file} in it")
 
 
 # ---------------------------------------------------------------------------------------------------- the command line

@@ -91,3 +91,8 @@ def world_size() -> int:
 def rank() -> int:
     """RANK, which torchrun sets; 0 without it."""
     return int(os.environ.get("RANK", "0"))
+
+
+def offline() -> bool:
+    """HF_HUB_OFFLINE, which Hugging Face's own libraries obey; ms:// obeys it here too."""
+    return os.environ.get("HF_HUB_OFFLINE", "").strip().lower() in ("1", "true", "yes", "on")

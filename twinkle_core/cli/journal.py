@@ -53,7 +53,7 @@ class Journal:
         """Write a line and show the loss, the learning rate and the speed. Returns the line."""
         now = time.perf_counter()
         speed = self._tokens / max(now - self._logged, 1e-9)
-        row = {"step": step, "epoch": round(epoch, 4), **values}
+        row = {"step": step, "epoch": round(epoch, 4)} | {k: v for k, v in values.items() if k != "step"}
         row |= {"tokens_per_second": round(speed, 1), "seconds": round(now - self._start, 3)}
         self._logged, self._tokens = now, 0
         with self.path.open("a", encoding="utf-8") as file:

@@ -104,8 +104,10 @@ def loop(current: Run, each_step: Callable[[], None] = lambda: None, *, bar: boo
 
 
 def _steps(current: Run, log: journal.Journal) -> Iterator[float | None]:
-    """Train for ever; yields the gradient norm each time that an accumulation window has closed. The last window of an epoch may
-    be short: its gradients are divided by what it really held."""
+    """Train; yields the gradient norm each time that an accumulation window has closed.
+
+    The last window of an epoch may be short: its gradients are divided by what it really held.
+    """
     training = current.config.training
     size = training.gradient_accumulation_steps
     while current.step < current.total:
@@ -128,7 +130,6 @@ def evaluate(current: Run) -> dict[str, Any]:
     assert current.eval_loader is not None
     for rows in current.eval_loader:
         current.model.forward_only(inputs=rows, return_logits=False, micro_batch_size=current.config.training.micro_batch_size)
-        current.model.calculate_loss()
     return {f"eval_{name}": value for name, value in current.model.calculate_metric(is_training=False).items()}
 
 

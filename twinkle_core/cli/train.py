@@ -35,7 +35,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--schema", action="store_true", help="print the JSON schema of CONFIG.yaml and stop")
     parser.add_argument("config", nargs="?", metavar="CONFIG.yaml", help="see --schema and cookbook/sft.yaml")
     # declared for the help; what follows CONFIG.yaml is read by config.load.options
-    parser.add_argument("--resume", nargs="?", const=checkpoints.AUTO, metavar="FOLDER", help="default: the newest of output_dir")
+    parser.add_argument("--resume", nargs="?", const=checkpoints.AUTO, metavar="FOLDER", help="go on; default: with the newest")
     parser.add_argument("rest", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     parser.set_defaults(run=run, parser=parser)
 

@@ -46,6 +46,8 @@ class Engine(ABC):
     device: Any  # torch.device
     capabilities: frozenset[str] = frozenset()
     on_nonfinite: Literal["raise", "skip"] = "raise"
+    #: over how many ranks the backend averages gradients (DDP: the data ranks); 1 where it sums them, or has one rank
+    grad_divisor: int = 1
 
     @abstractmethod
     def prepare(
@@ -106,7 +108,8 @@ class Engine(ABC):
 
     @abstractmethod
     def update(self, optimizer: torch.optim.Optimizer) -> bool:
-        """One optimizer update. Returns False when it was skipped (fp16 overflow)."""
+        """One optimizer update. Core calls it also after ``finish_grads`` said False and ``on_nonfinite`` is ``skip``: then it must
+        leave weights and optimizer alone (a gradient scaler backs off) and return False."""
 
     @abstractmethod
     def zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
@@ -123,6 +126,11 @@ class Engine(ABC):
     def from_last_stage(self, x: torch.Tensor) -> torch.Tensor:
         """A value that only the last pipeline stage knows, on every stage. Default: one stage."""
         return x
+
+    def generate(self, rows: Sequence[InputFeature], **kwargs: Any) -> list[list[int]]:
+        """Ids of one completion for each encoded prompt, without the prompt. Needs the capability GENERATE; core encodes and
+        decodes by the session's template."""
+        raise TypeError(f"{type(self).__name__} does not generate")
 
     def state_dict(self) -> dict[str, Any]:
         """State beyond weights and optimizers (the gradient scaler): numbers, strings, lists, tensors."""

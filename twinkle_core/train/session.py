@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Pending:
-    """The last forward of one adapter in one mode, for the split verbs."""
+    """One batch of the last forward of one adapter in one mode, for the split verbs."""
 
     batch: Batch
     output: ModelOutput
@@ -42,6 +42,8 @@ class Session:
     scheduler: Any = None
     metrics: dict[bool, list[Metric]] = field(default_factory=lambda: {True: [], False: []})
     window: AccumulationWindow = field(default_factory=AccumulationWindow)
-    pending: dict[bool, Pending] = field(default_factory=dict)  # by mode: True training, False forward_only
+    pending: dict[bool, list[Pending]] = field(default_factory=dict)  # by mode: True training, False forward_only
     cur_step: int = 0
     consumed_train_samples: int = 0
+    skipped_steps: int = 0  # windows without an update: no labelled item, or gradients that were not finite
+    last_loss: Any = None  # mean of the last backward, detached; for error texts

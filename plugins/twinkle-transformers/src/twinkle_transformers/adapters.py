@@ -1,0 +1,281 @@
+"""Adapters of one transformers model: any layer-based peft method, several on one base, under names of the user's own."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftConfig, PeftModel
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
+
+from twinkle_core.contracts.adapters import BASE, AdapterStore
+from twinkle_core.errors import BadAdapter, DuplicateAdapter, UnknownAdapter
+from twinkle_core.names import closest
+from twinkle_transformers import weights
+from twinkle_transformers.precision import Precision
+from twinkle_transformers.rules import check_config, check_name
+from twinkle_transformers.tree import peft_layers, plain_parameters, plain_state, skeleton
+
+#: What peft raises for a config that it can't inject.
+_REFUSALS = (ValueError, TypeError, KeyError, AttributeError, RuntimeError, AssertionError, ImportError, NotImplementedError)
+
+
+class PeftAdapters(AdapterStore):
+    """The adapters of one model.
+
+    peft's layers are put into the model in place; the model itself stays the object that is called. Inside peft an adapter is
+    called ``twinkle0``, ``twinkle1``, ...: peft finds an adapter's tensors by searching its name in parameter names, so a
+    user's ``a``, ``lora`` or ``model`` would find others'. The user's name is never part of a key.
+
+    An adapter's parameters are trainable, or frozen (a config with ``inference_mode=True``), from its creation on, whether it
+    is active or not. The base model is frozen while there are adapters, except inside ``activate('')``.
+
+    Args:
+        module: the model. Its present ``requires_grad`` flags are what ``activate('')`` trains.
+        precision: which types weights have; default: leave them as they are.
+    """
+
+    def __init__(self, module: torch.nn.Module, precision: Precision | None = None) -> None:
+        self.module = module
+        self.precision = precision or Precision("no")
+        self._peft: Any = None  # PeftModel over ``module`` while there are adapters; never called, it knows the tree
+        self._inner: dict[str, str] = {}
+        self._count = 0
+        self._layers: list[Any] = []
+        self._base_flags: dict[torch.nn.Parameter, bool] = {}
+        self._flags: dict[str, dict[torch.nn.Parameter, bool]] = {}
+
+    # ------------------------------------------------------------------------------------------------ names
+
+    def names(self) -> list[str]:
+        return list(self._inner)
+
+    def _known(self, name: str) -> str:
+        if name == BASE or name in self._inner:
+            return name
+        raise UnknownAdapter(name, closest(name, self.names()), self.names())
+
+    def config(self, name: str) -> PeftConfig:
+        """The peft config of a live adapter."""
+        return self._peft.peft_config[self._inner[self._known(name)]]
+
+    # ------------------------------------------------------------------------------------------------ acquire, release
+
+    def acquire(self, name: str, config: Any) -> str:
+        check_name(name)
+        if name in self._inner:
+            raise DuplicateAdapter(name)
+        state: dict[str, torch.Tensor] | None = None
+        if isinstance(config, (str, Path)):
+            folder = weights.adapter_folder(name, config)
+            config, state = weights.adapter_config(name, folder), weights.read_adapter(folder)
+        config = check_config(name, config, self.module, [self.config(n) for n in self.names()])
+        inner = f"twinkle{self._count}"
+        expected = self._rehearse(name, inner, config)
+        if state is not None:
+            weights.check_keys(expected, state, f"adapter '{name}'")
+        self._count += 1
+        if not self._inner:
+            self._base_flags = {p: p.requires_grad for p in self.module.parameters()}
+        self._inject(name, inner, config)
+        if state is not None:
+            self.load_state_dict(name, state)
+        return name
+
+    def _rehearse(self, name: str, inner: str, config: PeftConfig) -> dict[str, torch.Tensor]:
+        """Inject into a copy without weights. Returns the adapter's tensors (shapes only)."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                try:
+                    return self._trial(inner, config, weightless=True)
+                except NotImplementedError:  # a method whose layers look at the base weights' values (SHiRA's mask)
+                    return self._trial(inner, config, weightless=False)
+            except _REFUSALS as error:
+                raise BadAdapter(name, f"peft can't add it to {type(self.module).__name__}: {error}") from error
+
+    def _trial(self, inner: str, config: PeftConfig, *, weightless: bool) -> dict[str, torch.Tensor]:
+        config = copy.deepcopy(config)
+        if self._peft is None:
+            trial: Any = PeftModel(skeleton(self.module, weightless), config, inner, low_cpu_mem_usage=weightless)
+        else:
+            trial = skeleton(self._peft, weightless)
+            trial.add_adapter(inner, config, low_cpu_mem_usage=weightless)
+        return get_peft_model_state_dict(trial, adapter_name=inner, save_embedding_layers=False)  # type: ignore[no-any-return]
+
+    def _inject(self, name: str, inner: str, config: PeftConfig) -> None:
+        known = set(self.module.modules())
+        inference_mode, config.inference_mode = config.inference_mode, False
+        if self._peft is None:
+            self._peft = PeftModel(self.module, config, inner)
+        else:
+            self._peft.add_adapter(inner, config)
+        self._inner[name] = inner
+        self._layers = peft_layers(self.module)
+        for module in self.module.modules():  # peft's new modules start in training mode, wherever the model is
+            if module not in known:
+                module.training = self.module.training
+        self._switch({layer: [inner] for layer in self._layers}, dict.fromkeys(self._layers, True))
+        base = set(self._base_flags)
+        others = {p for flags in self._flags.values() for p in flags}
+        own = {p: p.requires_grad for p in self._peft.parameters() if p not in base and p not in others}
+        self._flags[name] = {p: flag and not inference_mode for p, flag in own.items()}
+        config.inference_mode = inference_mode
+        self.precision.master(own)
+        self.precision.freeze(base)
+        self._rest()
+
+    def _rest(self) -> None:
+        """The flags outside of any activation."""
+        for parameter in self._base_flags:
+            parameter.requires_grad_(False)
+        for flags in self._flags.values():
+            for parameter, flag in flags.items():
+                parameter.requires_grad_(flag)
+
+    def release(self, name: str) -> None:
+        if name not in self._inner:
+            raise UnknownAdapter(name, closest(name, self.names()), self.names())
+        inner = self._inner.pop(name)
+        del self._flags[name]
+        rest = next(iter(self._inner.values()), None)
+        wanted = {layer: [rest] if rest else [] for layer in self._layers}
+        self._switch(wanted, dict.fromkeys(self._layers, True))
+        self._peft.delete_adapter(inner)
+        if not self._inner:
+            self._peft.base_model.unload()
+            self._peft = None
+            self._layers = []
+            for parameter, flag in self._base_flags.items():
+                parameter.requires_grad_(flag)
+            self._base_flags = {}
+            return
+        self._layers = peft_layers(self.module)
+        self._rest()
+
+    # ------------------------------------------------------------------------------------------------ activate
+
+    @staticmethod
+    def _switch(active: Mapping[Any, list[str]], enabled: Mapping[Any, bool]) -> bool:
+        """Make these adapters active and enabled, layer by layer, where they are not. Returns whether anything changed."""
+        changed = False
+        for layer, names in active.items():
+            if not isinstance(layer, BaseTunerLayer):  # a whole module to save can't be asked for an adapter without one
+                names = [n for n in names if n in layer._adapters]
+            if list(layer.active_adapters) != names:
+                layer.set_adapter(names)
+                changed = True
+            if layer.disable_adapters == enabled[layer]:
+                layer.enable_adapters(enabled[layer])
+                changed = True
+        return changed
+
+    @contextmanager
+    def activate(self, name: str) -> Iterator[None]:
+        self._known(name)
+        if not self._inner:
+            yield
+            return
+        flags = [(p, p.requires_grad) for group in [self._base_flags, *self._flags.values()] for p in group]
+        active = {layer: list(layer.active_adapters) for layer in self._layers}
+        enabled = {layer: not layer.disable_adapters for layer in self._layers}
+        try:
+            if name == BASE:
+                self._switch(active, dict.fromkeys(self._layers, False))
+            else:
+                self._switch({layer: [self._inner[name]] for layer in self._layers}, dict.fromkeys(self._layers, True))
+            # peft ties trainability to being active; here it belongs to the adapter, and the base rests while an adapter works
+            for parameter, flag in flags:
+                if parameter in self._base_flags:
+                    flag = name == BASE and self._base_flags[parameter]
+                if parameter.requires_grad != flag:
+                    parameter.requires_grad_(flag)
+            yield
+        finally:
+            self._switch(active, enabled)
+            for parameter, flag in flags:
+                if parameter.requires_grad != flag:
+                    parameter.requires_grad_(flag)
+
+    # ------------------------------------------------------------------------------------------------ tensors
+
+    def parameters(self, name: str) -> dict[str, torch.nn.Parameter]:
+        if self._known(name) == BASE:
+            flags = self._base_flags
+            return {k: p for k, p in plain_parameters(self.module).items() if flags.get(p, p.requires_grad)}
+        wanted, inner = self._flags[name], self._inner[name]
+        # keys as PEFT writes them, where a tensor has one; a copy of a whole module is written under the module's own name
+        return {
+            key.replace(f".modules_to_save.{inner}", "").replace(f".{inner}", ""): p
+            for key, p in self._peft.named_parameters()
+            if wanted.get(p, False)
+        }
+
+    def state_dict(self, name: str) -> dict[str, torch.Tensor]:
+        if self._known(name) == BASE:
+            return plain_state(self.module)
+        # without its embedding layers: asked to decide by itself, peft looks for the base model's config on the hub
+        return get_peft_model_state_dict(self._peft, adapter_name=self._inner[name], save_embedding_layers=False)  # type: ignore[no-any-return]
+
+    def load_state_dict(self, name: str, state: Mapping[str, torch.Tensor]) -> None:
+        live = self.state_dict(name)
+        if name == BASE:
+            state = weights.with_ties(live, state)
+        weights.check_keys(live, state, f"adapter '{name}'" if name else "the model")
+        if name == BASE:
+            with torch.no_grad():
+                for key, tensor in state.items():
+                    live[key].copy_(tensor)
+            return
+        set_peft_model_state_dict(self._peft, dict(state), adapter_name=self._inner[name])
+
+    def write(self, name: str, folder: Path) -> None:
+        if self._known(name) == BASE:
+            weights.write_model(self.module, self.state_dict(BASE), folder)
+        else:
+            weights.write_adapter(self.module, self._saved_config(name), self.state_dict(name), folder)
+
+    def read(self, name: str, folder: Path) -> dict[str, torch.Tensor]:
+        if self._known(name) == BASE:
+            return weights.read_model(self.module, folder)
+        return weights.read_adapter(folder)
+
+    def _targets(self, name: str) -> list[str]:
+        """Full names of the modules that carry the adapter."""
+        inner = self._inner[name]
+        return [
+            key
+            for key, m in self.module.named_modules()
+            if isinstance(m, BaseTunerLayer) and inner in m._get_available_adapters()
+        ]
+
+    def _saved_config(self, name: str) -> PeftConfig:
+        """The config with what was resolved: targets as a list, the base model's path."""
+        config = copy.deepcopy(self.config(name))
+        if hasattr(config, "target_modules"):
+            targets = config.target_modules
+            config.target_modules = self._targets(name) if targets is None or isinstance(targets, str) else sorted(targets)
+        if not config.base_model_name_or_path:
+            config.base_model_name_or_path = getattr(getattr(self.module, "config", None), "_name_or_path", None) or None
+        config.inference_mode = True  # as PEFT saves: who loads it to train says so
+        return config
+
+    def describe(self, name: str) -> dict[str, Any]:
+        if self._known(name) == BASE:
+            return {}
+        config = self.config(name)
+        facts: dict[str, Any] = {"method": str(getattr(config.peft_type, "value", config.peft_type))}
+        for field, label in (("r", "rank"), ("lora_alpha", "alpha"), ("lora_dropout", "dropout"), ("modules_to_save", "saves")):
+            if getattr(config, field, None):
+                facts[label] = getattr(config, field)
+        targets = getattr(config, "target_modules", None)
+        facts["targets"] = targets if isinstance(targets, str) else ", ".join(sorted(targets or []))
+        if config.inference_mode:
+            facts["frozen"] = True
+        return facts

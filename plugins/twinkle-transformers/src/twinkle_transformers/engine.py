@@ -1,0 +1,184 @@
+"""How a transformers model computes: one forward and one backward after the other, and nothing that nobody asked for."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+
+from twinkle_core.contracts.engine import GENERATE, SPLIT_STEP, Batch
+from twinkle_core.errors import NotComputed
+from twinkle_core.mesh import DeviceMesh
+from twinkle_core.ops.token_logps import token_logps, token_logps_from_logits
+from twinkle_core.train.loop_engine import LoopEngine, evaluating
+from twinkle_core.types import InputFeature, ModelOutput
+from twinkle_transformers.generate import complete
+from twinkle_transformers.precision import Precision
+from twinkle_transformers.probes import check_isolation, output_layer_of
+
+#: what is computed from labels, token by token
+TOKEN_NEEDS = frozenset({"logps", "entropies", "predictions"})
+
+
+@contextlib.contextmanager
+def training(module: torch.nn.Module) -> Iterator[None]:
+    """Training mode inside; on leaving, the flag of each submodule is what it was."""
+    found = [(m, m.training) for m in module.modules()]
+    if not all(flag for _, flag in found):
+        module.train()  # the model's own idea of it: some keep parts of themselves in evaluation
+    try:
+        yield
+    finally:
+        for m, flag in found:
+            m.training = flag
+
+
+class TransformersEngine(LoopEngine):
+    """Core's loop over micro-batches, with a transformers model inside.
+
+    Labels never reach the model: its own loss would shift and average them. Logps, predictions and entropies are taken from
+    the input of the output layer, at the labelled positions alone, where the model's logits are its output layer's output and
+    nothing else (found out once, by asking it); models that scale or cap logits go by their logits.
+
+    Args:
+        module: the model.
+        precision: its types, and the autocast of a forward.
+        device, mesh, scaler, on_nonfinite: see LoopEngine.
+        facts: for ``describe``.
+    """
+
+    capabilities = frozenset({SPLIT_STEP, GENERATE})
+
+    def __init__(
+        self,
+        module: Any,
+        *,
+        precision: Precision,
+        device: torch.device,
+        mesh: DeviceMesh | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+        on_nonfinite: Literal["raise", "skip"] = "raise",
+        facts: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(module, mesh=mesh, device=device, scaler=scaler, on_nonfinite=on_nonfinite)
+        self.precision = precision
+        self._facts = dict(facts or {})
+        self._takes = frozenset(inspect.signature(module.forward).parameters) - {"labels", "use_cache"}
+        self._caches = "use_cache" in inspect.signature(module.forward).parameters
+        self._roads: dict[tuple[Any, ...], Any] = {}
+        self._isolated: set[Any] = set()
+
+    # ------------------------------------------------------------------------------------------------ forward
+
+    def forward(
+        self, batch: Batch, needs: frozenset[str], *, train: bool, temperature: float = 1.0, task: str = "causal_lm"
+    ) -> ModelOutput:
+        """See ``Engine.forward``. ``task`` other than ``causal_lm``: whatever the model's own logits are, without labels."""
+        inputs = self._inputs(batch.inputs)
+        if len(batch.inputs.get("seq_lens") or ()) > 1:
+            self._check_isolation()
+        mode = training(self.module) if train else evaluating(self.module)
+        with mode, self.precision.autocast(self.device):
+            layer = self._output_layer(inputs) if self._wants_hidden(needs, task) else None
+            if layer is None:
+                return self._by_logits(batch.inputs, inputs, needs, temperature)
+            return self._by_hidden(batch.inputs, inputs, needs, temperature, layer)
+
+    def backward(self, loss_sum: torch.Tensor, *, sync: bool = True) -> None:
+        with training(self.module):  # gradient checkpointing runs parts of the forward again, with their dropout
+            super().backward(loss_sum, sync=sync)
+
+    @staticmethod
+    def _wants_hidden(needs: frozenset[str], task: str) -> bool:
+        return task == "causal_lm" and "aux_loss" not in needs and bool(needs & (TOKEN_NEEDS | {"hidden"}))
+
+    def _inputs(self, batch: InputFeature) -> dict[str, Any]:
+        """What the model's forward takes of a batch.
+
+        Without padding there is nothing to mask, and positions are what the model counts by itself; leaving both out selects
+        the plain causal kernels. A packed batch has no mask and keeps its positions: they mark where rows begin.
+        """
+        inputs = {k: v for k, v in batch.items() if k in self._takes and v is not None}
+        mask = inputs.get("attention_mask")
+        if mask is not None and mask.device.type == "cpu" and bool(mask.all()):  # elsewhere asking would wait for the device
+            del inputs["attention_mask"]
+            inputs.pop("position_ids", None)
+        if self._caches:
+            inputs["use_cache"] = False
+        return inputs
+
+    def _by_logits(
+        self, batch: InputFeature, inputs: Mapping[str, Any], needs: frozenset[str], temperature: float
+    ) -> ModelOutput:
+        """The whole model. Memory: ``[B, T, V]``."""
+        extra = {"output_router_logits": True} if "aux_loss" in needs and "output_router_logits" in self._takes else {}
+        if "hidden" in needs:
+            raise NotComputed(
+                self._name(), "'hidden'", "its logits are not its output layer's output alone; use a loss on logps, such as cross_entropy"
+            )
+        result = self.module(**inputs, **extra)
+        logits = getattr(result, "logits", None)
+        output = ModelOutput()
+        if logits is None:
+            if needs & (TOKEN_NEEDS | {"logits"}):
+                raise NotComputed(self._name(), "logits", f"its outputs are {', '.join(result.keys())}")
+            return output
+        if "logits" in needs:
+            output["logits"] = logits
+        if needs & TOKEN_NEEDS:
+            output.update(token_logps_from_logits(logits, batch["labels"], needs & TOKEN_NEEDS, temperature=temperature))
+        if "aux_loss" in needs:
+            output["aux_loss"] = getattr(result, "aux_loss", None)
+        return output
+
+    def _by_hidden(
+        self, batch: InputFeature, inputs: Mapping[str, Any], needs: frozenset[str], temperature: float, layer: Any
+    ) -> ModelOutput:
+        """The body of the model, and its output layer only where there are labels, unless whole logits were asked for."""
+        hidden = self.module.base_model(**inputs).last_hidden_state
+        output = ModelOutput()
+        if "logits" in needs:
+            output["logits"] = layer(hidden)
+        if "hidden" in needs:
+            output["hidden"], output["output_layer"] = hidden, layer
+        if needs & TOKEN_NEEDS:
+            output.update(token_logps(hidden, layer, batch["labels"], needs & TOKEN_NEEDS, temperature=temperature))
+        return output
+
+    # ------------------------------------------------------------------------------------------------ what the model is like
+
+    def _name(self) -> str:
+        return type(self.module).__name__
+
+    def _output_layer(self, inputs: Mapping[str, Any]) -> Any:
+        """The output layer if the logits are its output alone, else None. Asked once for each pair of layers and forward."""
+        layer = self.module.get_output_embeddings()
+        key = (id(layer), id(getattr(self.module, "base_model", None)), getattr(self.module.forward, "__func__", self.module.forward))
+        if key not in self._roads:
+            self._roads[key] = output_layer_of(self.module, inputs)
+        return layer if self._roads[key] else None
+
+    def _check_isolation(self) -> None:
+        key = getattr(getattr(self.module, "config", None), "_attn_implementation", None)
+        if key not in self._isolated:
+            check_isolation(self.module, self._takes, self.precision, self.device)
+            self._isolated.add(key)
+
+    # ------------------------------------------------------------------------------------------------ the rest
+
+    def make_optimizer(
+        self, cls: Any, parameters: Mapping[str, torch.nn.Parameter], kwargs: Mapping[str, Any]
+    ) -> torch.optim.Optimizer:
+        self.precision.master(parameters.values())
+        return super().make_optimizer(cls, parameters, kwargs)
+
+    def generate(self, rows: Sequence[InputFeature], **kwargs: Any) -> list[list[int]]:
+        """Completions' ids of prompts' ids. ``kwargs``: of transformers' ``generate``."""
+        with evaluating(self.module), self.precision.autocast(self.device):
+            return complete(self.module, rows, self.device, kwargs)
+
+    def describe(self) -> dict[str, Any]:
+        return {**super().describe(), **self._facts}

@@ -1,0 +1,173 @@
+"""From a name, a folder or a config to a transformers model on its device."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from twinkle_core import settings
+from twinkle_core.errors import ManyProcesses, ModelNotLoaded, NoBackend, NoModel, UnknownModelClass, WrongArgument
+from twinkle_core.log import get_logger
+from twinkle_core.names import closest
+from twinkle_transformers.precision import Precision, cpu_has_bf16
+
+if TYPE_CHECKING:
+    from twinkle_core.mesh import DeviceMesh
+
+#: What ``from_pretrained`` takes beyond its signature (it reads them out of its keyword arguments).
+_FROM_PRETRAINED = frozenset(
+    "allow_all_kernels attn_implementation code_revision device_map disable_mmap dtype experts_implementation fusion_config "
+    "generation_config gguf_file ignore_mismatched_sizes kernel_config key_mapping max_memory offload_buffers offload_folder "
+    "quantization_config revision state_dict subfolder torch_dtype trust_remote_code use_kernels use_safetensors variant".split()
+)
+#: What ``from_config`` takes; everything else belongs to the config.
+_FROM_CONFIG = frozenset("allow_all_kernels attn_implementation code_revision dtype experts_implementation torch_dtype trust_remote_code".split())
+
+
+def model_class(spec: Any) -> Any:
+    """A class as it is; a name of transformers' as its class; None as AutoModelForCausalLM."""
+    import transformers
+
+    if spec is None:
+        return transformers.AutoModelForCausalLM
+    if not isinstance(spec, str):
+        return spec
+    found = getattr(transformers, spec, None) if spec in dir(transformers) else None
+    if not hasattr(found, "from_pretrained") or not isinstance(found, type):
+        names = [n for n in dir(transformers) if n.startswith("AutoModel") or "For" in n or n.endswith("Model")]
+        raise UnknownModelClass(spec, closest(spec, names))
+    return found
+
+
+def pick_device(mesh: DeviceMesh | None) -> torch.device:
+    """The mesh's kind of device, else this process's accelerator, else the CPU."""
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    kind = (mesh.device_type if mesh else None) or (accelerator.type if accelerator else "cpu")
+    kind = {"gpu": accelerator.type if accelerator else "cuda"}.get(kind.lower(), kind.lower())
+    if kind == "cpu":
+        return torch.device("cpu")
+    if accelerator is None or accelerator.type != kind:
+        raise NoBackend(kind)
+    return torch.device(kind, settings.local_rank() or 0)
+
+
+def check_single_process(owner: str, mesh: DeviceMesh | None) -> None:
+    """Refuse what would need more than this process, instead of training copies that know nothing of each other."""
+    if mesh is not None and mesh.world_size > 1:
+        raise ManyProcesses(owner, mesh.world_size, "its device mesh")
+    if settings.world_size() > 1:
+        raise ManyProcesses(owner, settings.world_size(), "torchrun's WORLD_SIZE")
+
+
+def warn_slow_precision(precision: Precision, device: torch.device) -> None:
+    """One line where bf16 would be emulated."""
+    if device.type == "cpu" and precision.mixed == "bf16" and not cpu_has_bf16():
+        get_logger("transformers").warning(
+            "this CPU has no bf16 hardware, so mixed_precision='bf16' is emulated and slow; mixed_precision='no' is faster here"
+        )
+
+
+def _check_options(owner: str, own: frozenset[str], options: Mapping[str, Any], known: frozenset[str], config: Any) -> None:
+    """Every option is the loader's or the config's, else a misspelling that would have been without effect."""
+    for key in options:
+        if key not in known and not hasattr(config, key):
+            fields = [] if config is None else [f for f in config.to_dict() if not f.startswith("_")]
+            near = closest(key, own) or closest(key, [*known, *fields])
+            raise WrongArgument(owner, key, near, sorted(own))
+
+
+def load_model(
+    owner: str,
+    own: frozenset[str],
+    *,
+    model_cls: Any,
+    model_id: str | Path | None,
+    config: Any,
+    precision: Precision,
+    device: torch.device,
+    options: Mapping[str, Any],
+) -> Any:
+    """The model, in evaluation mode, on its device.
+
+    Args:
+        owner: who is constructed, for error texts; ``own``: its parameters, for did-you-mean.
+        model_cls: see ``model_class``.
+        model_id: ``ms://``, ``hf://`` or a local folder; None: random weights from ``config`` (or from options alone, where
+            ``model_cls`` is a model's own class).
+        config: a PretrainedConfig, used in place of the one in the folder.
+        options: for ``from_pretrained`` or ``from_config``, and single values of the config. ``dtype`` overrides the type
+            in which weights are loaded; remote code is not run unless ``trust_remote_code=True`` is among them.
+
+    Raises:
+        UnknownModelClass, NoModel, WrongArgument, ModelNotLoaded, and what ``hub.resolve`` raises.
+    """
+    cls = model_class(model_cls)
+    options = dict(options)
+    if model_id is None:
+        if config is None and not (options and getattr(cls, "config_class", None)):
+            raise NoModel(owner)
+        model = _build(owner, own, cls, config, options)
+    else:
+        model = _load(owner, own, cls, str(model_id), config, precision, options)
+    if "device_map" not in options:
+        model = model.to(device)
+    return model.eval()
+
+
+def _build(owner: str, own: frozenset[str], cls: Any, config: Any, options: dict[str, Any]) -> Any:
+    loader = {k: v for k, v in options.items() if k in _FROM_CONFIG}
+    fields = {k: v for k, v in options.items() if k not in _FROM_CONFIG}
+    config = cls.config_class() if config is None else copy.deepcopy(config)
+    _check_options(owner, own, fields, _FROM_CONFIG, config)
+    config = type(config).from_dict({**config.to_dict(), **fields}) if fields else config
+    if hasattr(cls, "from_config"):
+        return cls.from_config(config, **loader)
+    loader.pop("trust_remote_code", None)  # the class is here already
+    return cls._from_config(config, **loader)
+
+
+def _load(owner: str, own: frozenset[str], cls: Any, model_id: str, config: Any, precision: Precision, options: dict[str, Any]) -> Any:
+    from transformers import AutoConfig
+
+    folder, options = _fetch(model_id, options)
+    options["trust_remote_code"] = trust = bool(options.get("trust_remote_code", False))
+    strange = {k: v for k, v in options.items() if k not in _FROM_PRETRAINED}
+    if not {"dtype", "torch_dtype"} & set(options):
+        options["dtype"] = precision.load_dtype
+    try:
+        if strange:  # taking the config out of a GGUF file would take as long as loading it
+            known = config if config is not None or "gguf_file" in options else AutoConfig.from_pretrained(folder, trust_remote_code=trust)
+            _check_options(owner, own, strange, _FROM_PRETRAINED, known)
+        if config is not None:
+            options["config"] = config
+        return cls.from_pretrained(folder, **options)
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise ModelNotLoaded(folder, str(error)) from error
+
+
+def _fetch(model_id: str, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The local folder, and the options that are left for ``from_pretrained``. A path to a GGUF file names file and folder."""
+    from twinkle_core import hub
+
+    # what no loader here reads; some repositories hold each weight three times
+    unused = ["*.pth", "original/*", "*.onnx", "onnx/*", "*.msgpack", "*.h5", "*.ot"]
+    if "gguf_file" not in options:
+        unused.append("*.gguf")
+    path = Path(hub.resolve(model_id, revision=options.pop("revision", None), ignore_patterns=unused))
+    if path.is_file():
+        options = {**options, "gguf_file": path.name}
+        path = path.parent
+    return str(path), options
+
+
+def set_checkpointing(model: Any, wanted: bool | None) -> None:
+    """Gradient checkpointing on, off, or (None) off too: half of a step's time is not spent unasked."""
+    if wanted:
+        # the re-entrant kind loses gradients where no input of a block requires one, as under LoRA
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    elif any(getattr(m, "gradient_checkpointing", False) for m in model.modules()):
+        model.gradient_checkpointing_disable()

@@ -1,0 +1,121 @@
+"""TransformersModel: all verbs of twinkle over a transformers model (full-parameter, or adapters of peft's)."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from twinkle_core import arguments
+from twinkle_core.errors import UnknownOption
+from twinkle_core.log import get_logger
+from twinkle_core.names import closest
+from twinkle_core.runtime.dispatch import remote_class
+from twinkle_core.train.verbs import SessionModel
+from twinkle_transformers import load
+from twinkle_transformers.adapters import PeftAdapters
+from twinkle_transformers.engine import TransformersEngine
+from twinkle_transformers.precision import Mixed, Precision
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+    from twinkle_core.mesh import DeviceMesh
+
+STRATEGIES = ("accelerate", "native_fsdp")
+
+
+@remote_class(execute="all")
+class TransformersModel(SessionModel):
+    """A transformers model with the state of its training.
+
+    Without adapters the whole model is trained; after ``add_adapter_to_model`` an adapter is. Several models may live in one
+    process and differ in everything.
+
+    Args:
+        model_cls: a class, or the name of one in transformers (``'AutoModelForCausalLM'``, ``'LlamaForCausalLM'``).
+        model_id: ``ms://org/name``, ``hf://org/name`` or a local folder (also a checkpoint that ``save`` wrote); a ``.gguf`` file
+            is read too. None: random weights from ``config``.
+        config: a PretrainedConfig to use in place of the folder's.
+        device_mesh: its ``device_type`` says where the model lives; without one, this process's accelerator, else the CPU.
+        mixed_precision: ``bf16``, ``fp16`` (with a gradient scaler by itself), ``no`` (fp32), ``fp8``. Trained weights, gradients
+            and optimizer state are fp32 in all of them; weights that an adapter leaves frozen are held in the compute type.
+        strategy: ``accelerate`` or ``native_fsdp``: how the model is wrapped in several processes; without effect in one.
+        ddp_config, fsdp_config, memory_efficient_init: as ``strategy``.
+        grad_scaler_config: arguments of ``torch.amp.GradScaler`` under ``fp16``.
+        gradient_checkpointing: True trades time for memory; None and False leave it off.
+        on_nonfinite: what NaN or infinite gradients do: ``raise``, or ``skip`` the update. The fp16 scaler always skips.
+        remote_group: where the model lives under a remote runtime; without effect in local mode.
+        kwargs: for ``from_pretrained`` or ``from_config``, and single values of the config. ``trust_remote_code`` is off by default.
+
+    Raises:
+        NoModel, UnknownModelClass, UnknownOption, WrongArgument, ManyProcesses, Fp8Unavailable, ModelNotLoaded, and what
+        ``hub.resolve`` raises.
+    """
+
+    def __init__(
+        self,
+        model_cls: type[PreTrainedModel] | type | str | None = "AutoModelForCausalLM",
+        model_id: str | Path | None = None,
+        config: PretrainedConfig | None = None,
+        device_mesh: DeviceMesh | None = None,
+        mixed_precision: Mixed = "bf16",
+        strategy: Literal["accelerate", "native_fsdp"] = "accelerate",
+        ddp_config: Mapping[str, Any] | None = None,
+        fsdp_config: Mapping[str, Any] | None = None,
+        grad_scaler_config: Mapping[str, Any] | None = None,
+        memory_efficient_init: bool = False,
+        *,
+        gradient_checkpointing: bool | None = None,
+        on_nonfinite: Literal["raise", "skip"] = "raise",
+        remote_group: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        owner = type(self).__name__
+        for parameter, value, known in (("strategy", strategy, STRATEGIES), ("on_nonfinite", on_nonfinite, ("raise", "skip"))):
+            if value not in known:
+                raise UnknownOption(parameter, value, closest(str(value), known), known)
+        load.check_single_process(owner, device_mesh)
+        precision = Precision(mixed_precision)
+        device = load.pick_device(device_mesh)
+        scaler = _scaler(precision, device, grad_scaler_config)
+        module = load.load_model(
+            owner,
+            frozenset(inspect.signature(TransformersModel).parameters) - {"kwargs"},
+            model_cls=model_cls,
+            model_id=model_id,
+            config=config,
+            precision=precision,
+            device=device,
+            options=kwargs,
+        )
+        load.set_checkpointing(module, gradient_checkpointing)
+        load.warn_slow_precision(precision, device)
+        facts = {
+            "model_id": str(model_id) if model_id is not None else "none (random weights)",
+            "mixed_precision": mixed_precision,
+            "strategy": f"{strategy} (one process: not wrapped)",
+            "gradient_checkpointing": bool(gradient_checkpointing),
+        }
+        engine = TransformersEngine(
+            module, precision=precision, device=device, mesh=device_mesh, scaler=scaler, on_nonfinite=on_nonfinite, facts=facts
+        )
+        super().__init__(engine, PeftAdapters(module, precision))
+
+    @property
+    def module(self) -> Any:
+        """The transformers model itself, peft's layers inside."""
+        return self.adapters.module  # type: ignore[attr-defined]
+
+
+def _scaler(precision: Precision, device: torch.device, config: Mapping[str, Any] | None) -> torch.amp.GradScaler | None:
+    options = dict(config or {})
+    arguments.check(torch.amp.GradScaler, options, "grad_scaler_config")
+    if precision.mixed != "fp16":
+        if options:
+            get_logger("transformers").warning("grad_scaler_config is without effect: mixed_precision is '%s'", precision.mixed)
+        return None
+    return torch.amp.GradScaler(**{"device": device.type, **options})

@@ -1,0 +1,89 @@
+"""Questions that are put to a model by running it on a few tokens, instead of keeping lists of model names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from twinkle_core.errors import PackingLeaks
+from twinkle_core.train.loop_engine import evaluating
+from twinkle_transformers.precision import Precision
+
+#: largest relative difference that rounding makes, by type
+_ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
+
+
+def _differs(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> float:
+    """The largest difference relative to the largest value; 0 where rounding explains it."""
+    a, b = a.double(), b.double()
+    gap = float((a - b).abs().max() / a.abs().max().clamp_min(1e-30))
+    return gap if gap > _ROUNDING.get(dtype, 1e-4) or gap != gap else 0.0
+
+
+def output_layer_of(module: Any, inputs: Mapping[str, Any]) -> bool:
+    """Whether the model's logits are its output layer's output on the last hidden state, and nothing more.
+
+    Runs the first tokens of a batch both ways. Random numbers are not drawn, training flags are put back.
+    """
+    layer, body = module.get_output_embeddings(), getattr(module, "base_model", None)
+    if layer is None or body is None or body is module or "input_ids" not in inputs:
+        return False
+    ids = inputs["input_ids"][:1, :8]
+    few = {"input_ids": ids} | ({"use_cache": False} if "use_cache" in inputs else {})
+    with evaluating(module):
+        hidden = getattr(body(**few), "last_hidden_state", None)
+        if hidden is None:
+            return False
+        logits = module(**few).logits
+        ours = layer(hidden)
+    return ours.shape == logits.shape and _differs(ours, logits, ours.dtype) == 0.0
+
+
+def check_isolation(module: Any, takes: frozenset[str], precision: Precision, device: torch.device) -> None:
+    """Whether rows of a packed sequence keep apart: other tokens in row a must not move row b, and b must be what it is alone.
+
+    Raises:
+        PackingLeaks: with what was seen.
+    """
+    config = getattr(module, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    size = getattr(text, "vocab_size", None) or 16
+    a, other, b = (torch.arange(start, start + n, device=device) % size for start, n in ((1, 5), (6, 5), (11, 4)))
+    positions = torch.cat([torch.arange(5), torch.arange(4)]).to(device)[None]
+
+    def run(*rows: torch.Tensor) -> torch.Tensor:
+        inputs: dict[str, Any] = {"input_ids": torch.cat(rows)[None]}
+        if "position_ids" in takes and len(rows) > 1:
+            inputs["position_ids"] = positions
+        result = module(**inputs, use_cache=False) if "use_cache" in takes or _has_cache(module) else module(**inputs)
+        return result.logits[0, -4:]  # type: ignore[no-any-return]
+
+    with evaluating(module), precision.autocast(device):
+        packed, changed, alone = run(a, b), run(other, b), run(b)
+    name = type(module).__name__
+    leak = _differs(packed, changed, packed.dtype)
+    if leak:
+        raise PackingLeaks(name, f"other tokens in one row change the next row's logits ({leak:.1%}); {_why(module, takes)}")
+    shift = _differs(packed, alone, packed.dtype)
+    if shift:
+        raise PackingLeaks(name, f"a row's logits in a packed sequence are not what they are alone ({shift:.1%}); {_why(module, takes)}")
+
+
+def _has_cache(module: Any) -> bool:
+    import inspect
+
+    return "use_cache" in inspect.signature(module.forward).parameters
+
+
+def _why(module: Any, takes: frozenset[str]) -> str:
+    """The probable reason, in words."""
+    recurrent = ("mamba", "deltanet", "rwkv", "linearattention", "recurrent", "shortconv", "ssm")
+    kinds = sorted({type(m).__name__ for m in module.modules() if any(r in type(m).__name__.lower() for r in recurrent)})
+    if kinds:
+        return f"its layers carry a state along the sequence ({', '.join(kinds[:2])})"
+    if "position_ids" not in takes:
+        return "it takes no position_ids, so it can't know where a row begins"
+    how = getattr(getattr(module, "config", None), "_attn_implementation", None)
+    return f"its attention ({how}) does not begin anew where positions do"

@@ -1,0 +1,79 @@
+"""What an adapter may be called, and which peft configs keep the promises of an adapter store."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from peft import PeftConfig
+from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
+from peft.utils.constants import EMBEDDING_LAYER_NAMES
+
+from twinkle_core.errors import BadAdapter
+
+#: Methods that need more than layers in the model, and what they need.
+_NEEDS_MORE = {
+    "ADALORA": "needs its rank budget updated by a call of its own after each step",
+    "POLY": "needs task ids with each row",
+    "XLORA": "needs a forward pass of its own",
+    "SHADOW": "needs a forward pass of its own",
+}
+#: Values of init_lora_weights (as beginnings) that change the base model's weights, or need data first.
+_REWRITES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga", "eva")
+
+
+def check_name(name: Any) -> None:
+    """A name is part of file names and of tables, so it is one word without separators."""
+    if not isinstance(name, str) or not name:
+        raise BadAdapter(name, "an adapter's name is a string of at least one letter ('' is the base model)")
+    bad = sorted({c for c in name if c in "./\\" or c.isspace()})
+    if bad:
+        raise BadAdapter(name, f"a name may not hold {', '.join(repr(c) for c in bad)}; use '-' or '_'")
+
+
+def _tied(module: Any) -> bool:
+    first = getattr(module, "get_input_embeddings", lambda: None)()
+    last = getattr(module, "get_output_embeddings", lambda: None)()
+    return first is not None and last is not None and getattr(first, "weight", None) is getattr(last, "weight", ())
+
+
+def check_config(name: str, config: Any, module: torch.nn.Module, others: Sequence[PeftConfig]) -> PeftConfig:
+    """A copy of the config, ready for peft.
+
+    Raises:
+        BadAdapter: it is no peft config, or an option of it can't be honoured; the text names the option.
+    """
+    if not isinstance(config, PeftConfig):
+        raise BadAdapter(name, f"expected a peft config or the folder of a saved adapter, got {type(config).__name__}")
+    method = str(getattr(config.peft_type, "value", config.peft_type))
+    if config.is_prompt_learning or config.is_adaption_prompt or config.peft_type not in PEFT_TYPE_TO_TUNER_MAPPING:
+        raise BadAdapter(name, f"{type(config).__name__} adds inputs, not layers; use a layer method such as LoRA, IA3 or LoHa")
+    if method in _NEEDS_MORE:
+        raise BadAdapter(name, f"{type(config).__name__} {_NEEDS_MORE[method]}, which the training verbs don't give")
+    for other in others:
+        if other.peft_type != config.peft_type:
+            there = str(getattr(other.peft_type, "value", other.peft_type))
+            raise BadAdapter(name, f"this model's adapters are {there}; peft can't mix {method} with it on one base model")
+    if getattr(config, "bias", "none") != "none":
+        raise BadAdapter(name, f"bias={config.bias!r} trains biases that the base model and all adapters share; use bias='none'")
+    init = getattr(config, "init_lora_weights", True)
+    if isinstance(init, str) and init.lower().startswith(_REWRITES_BASE):
+        raise BadAdapter(name, f"init_lora_weights={init!r} rewrites base weights that all adapters share, or needs data first")
+    for option in ("layer_replication", "alora_invocation_tokens"):
+        if getattr(config, option, None):
+            raise BadAdapter(name, f"{option} changes how the base model itself runs")
+    saved = list(getattr(config, "modules_to_save", None) or [])
+    embeddings = [m for m in saved if m.split(".")[-1] in EMBEDDING_LAYER_NAMES]
+    if embeddings and _tied(module) and not getattr(config, "ensure_weight_tying", False):
+        raise BadAdapter(
+            name,
+            f"modules_to_save={embeddings} would part the tied embedding and output layer; set ensure_weight_tying=True to train "
+            "them as one, or load the model with tie_word_embeddings=False",
+        )
+    config = copy.deepcopy(config)
+    if str(getattr(config.task_type, "value", config.task_type)) in ("SEQ_CLS", "TOKEN_CLS"):  # as peft: the head is trained
+        ends = {key.rpartition(".")[2] for key, _ in module.named_modules()}
+        config.modules_to_save = saved + [m for m in ("classifier", "score") if m in ends and m not in saved] or None
+    return config

@@ -1,0 +1,88 @@
+"""A model's tree with peft's layers in it: the plain view of the base model, and a copy of the tree without weights."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils import AuxiliaryTrainingWrapper
+
+
+def peft_layers(module: torch.nn.Module) -> list[Any]:
+    """All layers of peft's, outermost first."""
+    return [m for m in module.modules() if isinstance(m, (BaseTunerLayer, AuxiliaryTrainingWrapper))]
+
+
+def _wrapped(module: torch.nn.Module) -> torch.nn.Module | None:
+    """What a layer of peft's stands in for; None for any other module."""
+    if isinstance(module, BaseTunerLayer):
+        return module.base_layer  # type: ignore[no-any-return]
+    if isinstance(module, AuxiliaryTrainingWrapper):
+        return module.original_module  # type: ignore[no-any-return]
+    return None
+
+
+def plain_modules(module: torch.nn.Module, prefix: str = "") -> Iterator[tuple[str, torch.nn.Module]]:
+    """``named_modules`` of the base model as it was before any adapter: peft's layers are looked through."""
+    while (inner := _wrapped(module)) is not None:
+        module = inner
+    yield prefix, module
+    for name, child in module._modules.items():
+        if child is not None:
+            yield from plain_modules(child, f"{prefix}.{name}" if prefix else name)
+
+
+def plain_parameters(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """The base model's parameters under its own names, each once (a tied one under its first name)."""
+    found: dict[str, torch.nn.Parameter] = {}
+    seen: set[int] = set()
+    for prefix, part in plain_modules(module):
+        for name, parameter in part._parameters.items():
+            if parameter is not None and id(parameter) not in seen:
+                seen.add(id(parameter))
+                found[f"{prefix}.{name}" if prefix else name] = parameter
+    return found
+
+
+def plain_state(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The base model's ``state_dict`` under its own names: live tensors; a tied weight under each of its names."""
+    found: dict[str, torch.Tensor] = {}
+    for prefix, part in plain_modules(module):
+        for name, tensor in [*part._parameters.items(), *part._buffers.items()]:
+            if tensor is not None and name not in part._non_persistent_buffers_set:
+                found[f"{prefix}.{name}" if prefix else name] = tensor.detach()
+    return found
+
+
+def skeleton(module: torch.nn.Module, weightless: bool = True) -> Any:
+    """A copy of the module tree whose parameters have shapes but no storage; nothing done to it reaches the original.
+
+    With ``weightless=False`` they share the original's storage: reading is possible then, and writing would be seen.
+
+    Used to rehearse a change: what peft would refuse, and which tensors it would make, is known before the model is
+    touched. Configs and other plain attributes are shared, containers are copied one level deep, ties stay ties.
+    """
+    copies: dict[int, Any] = {}
+
+    def tensor(t: torch.Tensor | None) -> Any:
+        if t is None:
+            return None
+        if id(t) not in copies:
+            blank = torch.empty_like(t, device="meta") if weightless else t.detach()
+            copies[id(t)] = torch.nn.Parameter(blank, requires_grad=t.requires_grad) if isinstance(t, torch.nn.Parameter) else blank
+        return copies[id(t)]
+
+    def visit(m: torch.nn.Module) -> Any:
+        if id(m) not in copies:
+            new = copies[id(m)] = object.__new__(type(m))
+            attributes = {k: v.copy() if type(v) in (dict, list, set, OrderedDict) else v for k, v in m.__dict__.items()}
+            new.__dict__.update(attributes)
+            new.__dict__["_parameters"] = {k: tensor(p) for k, p in m._parameters.items()}
+            new.__dict__["_buffers"] = {k: tensor(b) for k, b in m._buffers.items()}
+            new.__dict__["_modules"] = {k: None if c is None else visit(c) for k, c in m._modules.items()}
+        return copies[id(m)]
+
+    return visit(module)

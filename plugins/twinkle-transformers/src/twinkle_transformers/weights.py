@@ -1,0 +1,173 @@
+"""Weight files: an adapter as PEFT writes it, a model as transformers writes it; strict keys; ties told by config and storage."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftConfig
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from twinkle_core.errors import BadAdapter, DamagedWeights, NotAnAdapter, WeightsMismatch
+from twinkle_transformers.tree import plain_state
+
+ADAPTER_FILE = "adapter_model.safetensors"
+ADAPTER_CONFIG = "adapter_config.json"
+
+
+def check_keys(live: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor], what: str) -> None:
+    """Same keys and same shapes, or WeightsMismatch that names them."""
+    missing = [k for k in live if k not in state]
+    unknown = [k for k in state if k not in live]
+    misshapen = [(k, state[k].shape, live[k].shape) for k in live if k in state and state[k].shape != live[k].shape]
+    if missing or unknown or misshapen:
+        raise WeightsMismatch(what, missing=missing, unknown=unknown, misshapen=misshapen)
+
+
+def _storage(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return (tensor.device, tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
+def with_ties(live: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Add the names that a file leaves out because they are tied: in ``live`` they share storage with a name that is there.
+
+    Raises:
+        WeightsMismatch: the file holds two different tensors for what is one tensor here.
+    """
+    complete = dict(state)
+    groups: dict[tuple[Any, ...], list[str]] = {}
+    for key, tensor in live.items():
+        if tensor.numel():
+            groups.setdefault(_storage(tensor), []).append(key)
+    for names in groups.values():
+        stored = [n for n in names if n in state]
+        if len(names) == 1 or not stored:
+            continue
+        first = state[stored[0]]
+        parted = [n for n in stored[1:] if not torch.equal(first, state[n])]
+        if parted:
+            raise WeightsMismatch("the model", parted=[stored[0], *parted])
+        complete.update(dict.fromkeys((n for n in names if n not in state), first))
+    return complete
+
+
+def _load(file: Path) -> dict[str, torch.Tensor]:
+    try:
+        return load_file(file)
+    except (SafetensorError, OSError) as error:
+        raise DamagedWeights(file, str(error)) from error
+
+
+# ---------------------------------------------------------------------------------------------------- adapters
+
+
+def adapter_folder(name: str, path: str | Path) -> Path:
+    """The folder of a saved adapter: a local one, or ``ms://`` and ``hf://``."""
+    from twinkle_core import hub
+
+    folder = Path(hub.resolve(str(path)))
+    if not (folder / ADAPTER_CONFIG).is_file():
+        raise NotAnAdapter(folder, ADAPTER_CONFIG)
+    return folder
+
+
+def adapter_config(name: str, folder: Path) -> PeftConfig:
+    """The config in a folder, ready to train (PEFT saves every config as if it were for inference)."""
+    try:
+        config = PeftConfig.from_pretrained(str(folder))
+    except (ValueError, TypeError, KeyError) as error:
+        raise BadAdapter(name, f"{folder / ADAPTER_CONFIG} is no config that peft understands: {error}") from error
+    config.inference_mode = False
+    return config  # type: ignore[no-any-return]
+
+
+def read_adapter(folder: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a saved adapter. Only safetensors are read; pickle files are not."""
+    file = Path(folder) / ADAPTER_FILE
+    if not file.is_file():
+        raise NotAnAdapter(folder, ADAPTER_FILE)
+    return _load(file)
+
+
+def write_adapter(module: Any, config: PeftConfig, state: Mapping[str, torch.Tensor], folder: Path) -> None:
+    """``adapter_model.safetensors`` and ``adapter_config.json``."""
+    seen: set[tuple[Any, ...]] = set()
+    tensors: dict[str, torch.Tensor] = {}
+    for key, tensor in state.items():
+        tensor = tensor.detach().cpu().contiguous()
+        # safetensors refuses two names for one storage; PEFT expects both names of a tied pair
+        tensors[key] = tensor.clone() if _storage(tensor) in seen else tensor
+        seen.add(_storage(tensor))
+    save_file(tensors, Path(folder) / ADAPTER_FILE, metadata={"format": "pt"})
+    mapping = None
+    if config.task_type is None:
+        mapping = {"base_model_class": type(module).__name__, "parent_library": type(module).__module__}
+    config.save_pretrained(str(folder), auto_mapping_dict=mapping)
+
+
+# ---------------------------------------------------------------------------------------------------- whole models
+
+
+def write_model(module: Any, state: dict[str, torch.Tensor], folder: Path) -> None:
+    """What ``save_pretrained`` writes, from the plain view of the model (adapters left out).
+
+    A tied weight is stored once. Where the config promises a tie that the tensors no longer have, both are stored and the
+    stored config says so; else every loader but the newest would rebuild one from the other.
+    """
+    module.save_pretrained(str(folder), state_dict=state)
+    first, last = module.get_input_embeddings(), module.get_output_embeddings()
+    if first is None or last is None:
+        return
+    file = Path(folder) / "config.json"
+    config = json.loads(file.read_text("utf-8"))
+    parted = _storage(_weight(first)) != _storage(_weight(last))
+    if parted and config.get("tie_word_embeddings", True) is not False:
+        config["tie_word_embeddings"] = False
+        file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", "utf-8")
+
+
+def _weight(layer: Any) -> torch.Tensor:
+    while hasattr(layer, "base_layer") or hasattr(layer, "original_module"):
+        layer = layer.base_layer if hasattr(layer, "base_layer") else layer.original_module
+    return layer.weight  # type: ignore[no-any-return]
+
+
+def model_files(folder: Path) -> list[Path]:
+    """The safetensors files of a saved model, by its index where it is cut into several."""
+    index = Path(folder) / "model.safetensors.index.json"
+    if index.is_file():
+        names = sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
+    else:
+        names = ["model.safetensors"]
+    files = [Path(folder) / name for name in names]
+    for file in files:
+        if not file.is_file() or os.path.getsize(file) == 0:
+            raise DamagedWeights(file, "it is missing or empty")
+    return files
+
+
+def read_model(module: Any, folder: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a saved model under the names that ``module`` has in memory."""
+    state: dict[str, torch.Tensor] = {}
+    for file in model_files(folder):
+        state.update(_load(file))
+    if set(state) <= set(plain_state(module)):
+        return state
+    return _translated(module, folder, state)
+
+
+def _translated(module: Any, folder: Path, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """transformers stores some architectures (fused experts) in another layout than it computes in; only it can translate."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    if not get_model_conversion_mapping(module, add_legacy=False):
+        return state
+    loaded, report = type(module).from_pretrained(str(folder), config=module.config, dtype="auto", output_loading_info=True)
+    if report["missing_keys"] or report["unexpected_keys"] or report["mismatched_keys"]:
+        return state  # another model's: the caller's check says which keys
+    return loaded.state_dict()  # type: ignore[no-any-return]

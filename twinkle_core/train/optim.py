@@ -1,0 +1,174 @@
+"""Optimizers over named parameters, and their state by name (L2)."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from twinkle_core import arguments
+from twinkle_core.errors import BadOptimizer, CheckpointMismatch, CheckpointUnfit, NoTrainableParameters
+
+#: where a class takes them and the user gave none
+DEFAULTS = {"lr": 1e-5, "weight_decay": 0.01}
+
+
+def _takes(cls: Callable[..., Any]) -> set[str]:
+    try:
+        return set(inspect.signature(cls).parameters)
+    except (ValueError, TypeError):
+        return set()
+
+
+def check_kwargs(cls: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
+    """Raise WrongArgument for a keyword that the optimizer does not have."""
+    arguments.check(cls, kwargs, positional=1)
+
+
+def build(
+    cls: Callable[..., torch.optim.Optimizer],
+    parameters: Mapping[str, torch.nn.Parameter],
+    kwargs: Mapping[str, Any],
+    adapter: str = "",
+) -> torch.optim.Optimizer:
+    """An optimizer over named parameters.
+
+    Weight decay acts on matrices only: biases and the weights of norms (parameters of at most one axis) are in a group without.
+
+    Args:
+        cls: an optimizer class, or a function ``(parameters, **kwargs)`` that returns one.
+        parameters: trainable ones, by plain name.
+        kwargs: for ``cls``; lr 1e-5 and weight_decay 0.01 are filled in where it takes them.
+
+    Raises:
+        WrongArgument, NoTrainableParameters, BadOptimizer.
+    """
+    check_kwargs(cls, kwargs)
+    if not parameters:
+        raise NoTrainableParameters(adapter)
+    takes = _takes(cls)
+    settings = {key: value for key, value in DEFAULTS.items() if key in takes} | dict(kwargs)
+    decay = settings.get("weight_decay") or 0.0
+    groups: list[dict[str, Any]] = [{"params": list(parameters.values())}]
+    if decay:
+        flat = [p for p in parameters.values() if p.dim() <= 1]
+        groups = [{"params": [p for p in parameters.values() if p.dim() > 1]}, {"params": flat, "weight_decay": 0.0}]
+    optimizer = cls([g for g in groups if g["params"]], **settings)
+    check_usable(optimizer)
+    return optimizer
+
+
+def check_usable(optimizer: Any) -> None:
+    """Raise BadOptimizer if it is none, or needs a closure."""
+    name = type(optimizer).__name__
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise BadOptimizer(name, "it is not a torch.optim.Optimizer")
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        raise BadOptimizer(name, "its step() needs a closure that computes the loss again")
+
+
+def check_covers(optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+    """Raise BadOptimizer if a ready-made optimizer holds parameters that are not this adapter's."""
+    own = {id(p) for p in parameters.values()}
+    foreign = sum(1 for group in optimizer.param_groups for p in group["params"] if id(p) not in own)
+    if foreign:
+        raise BadOptimizer(
+            type(optimizer).__name__,
+            f"{foreign} of its parameters are not trainable parameters of this adapter (give the class instead of an instance)",
+        )
+
+
+def names_of(optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.nn.Parameter]) -> list[list[str]]:
+    """The names of each group's parameters."""
+    by_id = {id(p): name for name, p in parameters.items()}
+    return [[by_id[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+
+
+def _plain(value: Any, what: str) -> Any:
+    """A hyperparameter as JSON holds it."""
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return value.item()
+    if isinstance(value, (list, tuple)):
+        return [_plain(v, what) for v in value]
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    raise CheckpointUnfit(what, f"it holds {value!r} ({type(value).__name__}), which is neither number, text nor tensor")
+
+
+def state_by_name(
+    optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.nn.Parameter]
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """State as tensors and plain data, by parameter name.
+
+    Returns:
+        Tensors under ``<state>/<parameter>``, and ``{"class", "groups": [{"params": names, **hyperparameters}], "values":
+        {parameter: {state: number}}}``.
+    """
+    kind = type(optimizer).__name__
+    tensors: dict[str, torch.Tensor] = {}
+    values: dict[str, dict[str, Any]] = {}
+    names = names_of(optimizer, parameters)
+    for group, members in zip(optimizer.param_groups, names, strict=True):
+        for name, p in zip(members, group["params"], strict=True):
+            for key, value in optimizer.state.get(p, {}).items():
+                if isinstance(value, torch.Tensor):
+                    tensors[f"{key}/{name}"] = value.detach()
+                else:
+                    values.setdefault(name, {})[key] = _plain(value, f"state '{key}' of optimizer {kind}")
+    groups = [
+        {"params": members} | {k: _plain(v, f"'{k}' of optimizer {kind}") for k, v in group.items() if k != "params"}
+        for group, members in zip(optimizer.param_groups, names, strict=True)
+    ]
+    return tensors, {"class": kind, "groups": groups, "values": values}
+
+
+def prepare_state(
+    optimizer: torch.optim.Optimizer,
+    parameters: Mapping[str, torch.nn.Parameter],
+    tensors: Mapping[str, torch.Tensor],
+    data: Mapping[str, Any],
+    source: str,
+) -> dict[str, Any]:
+    """A state dict for ``optimizer.load_state_dict``, all checked; changes nothing.
+
+    Raises:
+        CheckpointMismatch: another class, other groups, other parameters, or another shape.
+    """
+    kind = type(optimizer).__name__
+    if data["class"] != kind:
+        raise CheckpointMismatch(source, f"it holds the state of {data['class']}, and the optimizer here is {kind}")
+    names = names_of(optimizer, parameters)
+    saved = [group["params"] for group in data["groups"]]
+    if [sorted(n) for n in names] != [sorted(n) for n in saved]:
+        ours, theirs = {n for g in names for n in g}, {n for g in saved for n in g}
+        odd = sorted(ours ^ theirs)[:3] or ["the same parameters in other groups"]
+        raise CheckpointMismatch(source, f"parameters differ: {', '.join(odd)}")
+    position = {name: i for i, name in enumerate(n for group in names for n in group)}
+    state: dict[int, dict[str, Any]] = {}
+    for key, tensor in tensors.items():
+        part, _, name = key.partition("/")
+        if name not in position:
+            raise CheckpointMismatch(source, f"it holds state of the unknown parameter {name}")
+        shape = parameters[name].shape
+        if tensor.dim() == len(shape) > 0 and tensor.shape != shape and part != "step":
+            raise CheckpointMismatch(source, f"{key} is {list(tensor.shape)}, and the parameter is {list(shape)}")
+        state.setdefault(position[name], {})[part] = tensor
+    for name, values in data["values"].items():
+        if name not in position:
+            raise CheckpointMismatch(source, f"it holds state of the unknown parameter {name}")
+        state.setdefault(position[name], {}).update(values)
+    groups = [
+        {k: _like(v, live.get(k)) for k, v in group.items() if k != "params"} | {"params": [position[n] for n in members]}
+        for group, live, members in zip(data["groups"], optimizer.param_groups, names, strict=True)
+    ]
+    return {"state": state, "param_groups": groups}
+
+
+def _like(value: Any, live: Any) -> Any:
+    """A hyperparameter in the form that it has here."""
+    if isinstance(live, torch.Tensor):
+        return torch.as_tensor(value, dtype=live.dtype, device=live.device)
+    return tuple(value) if isinstance(live, tuple) else value

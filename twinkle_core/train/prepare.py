@@ -1,0 +1,106 @@
+"""This data rank's rows to micro-batches on the device (L2)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from twinkle_core.contracts.engine import Batch
+from twinkle_core.errors import BadInputs, EmptyBatch
+from twinkle_core.train import micro
+from twinkle_core.types import IGNORE_INDEX, InputFeature
+
+if TYPE_CHECKING:
+    from twinkle_core.contracts.loss import Loss
+    from twinkle_core.contracts.processor import Processor
+
+Rows = Sequence[InputFeature] | InputFeature
+
+
+def as_rows(inputs: Any) -> Rows:
+    """Inputs as a list of rows, or as one collated batch: a single row becomes a list of one.
+
+    Raises:
+        BadInputs: neither rows nor a batch.
+    """
+    if micro.is_collated(inputs):
+        return inputs  # type: ignore[no-any-return]
+    if isinstance(inputs, Mapping):
+        lead = inputs.get("input_ids", inputs.get("messages"))
+        if isinstance(lead, (list, tuple)) and lead and isinstance(lead[0], (list, tuple)):
+            raise BadInputs("'input_ids' is a list of lists: give a list of rows, or tensors [B, T]")
+        return [inputs]  # type: ignore[list-item]
+    if isinstance(inputs, (str, bytes)) or not isinstance(inputs, Sequence):
+        raise BadInputs(f"got {type(inputs).__name__}; give a list of rows, one row, or a dict of tensors [B, T]")
+    bad = next((i for i, row in enumerate(inputs) if not isinstance(row, Mapping)), None)
+    if bad is not None:
+        raise BadInputs(f"row {bad} is {type(inputs[bad]).__name__}, not a dict")
+    return inputs
+
+
+def count_rows(rows: Rows) -> int:
+    """How many rows there are."""
+    return micro.row_count(rows) if isinstance(rows, Mapping) else len(rows)
+
+
+def to_device(batch: Mapping[str, Any], device: Any) -> InputFeature:
+    """Tensors of a batch on the device. The caller's batch is not changed."""
+    return {  # type: ignore[return-value]
+        key: value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value for key, value in batch.items()
+    }
+
+
+def dummy_row(like: InputFeature | None = None) -> InputFeature:
+    """A row without a label, for a rank that got none: a copy of ``like``, or the shortest row there is."""
+    if like is None:
+        return {"input_ids": [0, 0], "labels": [IGNORE_INDEX, IGNORE_INDEX], "length": 2}
+    row = dict(like)
+    row["labels"] = [IGNORE_INDEX] * len(like["input_ids"])
+    return row  # type: ignore[return-value]
+
+
+def cuts(rows: Rows, loss: Loss | None, micro_batch_size: int | None) -> list[range]:
+    """Which rows go into which micro-batch. Pure; ranks compare the lengths before they prepare."""
+    return micro.plan(micro.group_sizes(loss, rows), micro_batch_size)
+
+
+def prepare(
+    rows: Rows,
+    *,
+    device: Any,
+    processor: Processor,
+    loss: Loss | None = None,
+    micro_batch_size: int | None = None,
+    loss_args: Mapping[str, Any] | None = None,
+    at_least: int = 1,
+) -> list[Batch]:
+    """Cut rows into micro-batches between groups, collate them, move them to the device.
+
+    Args:
+        rows: encoded rows, or one collated batch (padded ``[B, T]``, or packed with ``seq_lens``), which is sliced.
+        processor: collates rows; a collated batch passes it by.
+        loss: whose groups must stay together.
+        micro_batch_size: rows of a micro-batch at most (a larger group stays whole); None: all in one.
+        loss_args: arguments of the loss; tensors and lists of the rows' length are cut alike.
+        at_least: micro-batches that all data ranks have agreed on; a rank that has fewer takes part with a row without labels.
+
+    Raises:
+        EmptyBatch: no rows, and no other rank has any (``at_least`` is 1 or less).
+    """
+    count = count_rows(rows)
+    if count == 0 and at_least <= 1:
+        raise EmptyBatch
+    args = dict(loss_args or {})
+    batches: list[Batch] = []
+    for cut in cuts(rows, loss, micro_batch_size):
+        if isinstance(rows, Mapping):
+            inputs = micro.cut_batch(rows, cut)
+        else:
+            inputs = processor.collate(rows[cut.start : cut.stop])
+        batches.append(Batch(to_device(inputs, device), cut, micro.cut_args(args, cut, count, device)))
+    like = None if isinstance(rows, Mapping) or not rows else rows[0]
+    for _ in range(len(batches), at_least):
+        batches.append(Batch(to_device(processor.collate([dummy_row(like)]), device), range(0), {}, dummy=True))
+    return batches
