@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -146,8 +145,10 @@ def _epoch(current: Run) -> float:
 
 def prepare(plan: sft_plan.Plan, say: Callable[[str], None] = print) -> Run:
     """Build data, model and the state of training; the data first, because a fault in them shows sooner than a model loads."""
+    from twinkle_core.runtime.local import seed_everything
+
     config = plan.config
-    _seed(config.training.seed)
+    seed_everything(config.training.seed)
     model_id = config.model.id
     if model_id in (quickstart_model.DEFAULT, quickstart_model.TOY):
         model_id = quickstart_model.choose(model_id, say).id
@@ -166,16 +167,6 @@ def prepare(plan: sft_plan.Plan, say: Callable[[str], None] = print) -> Run:
         current.step = checkpoints.step_of(plan.resume, state["cur_step"])
         say(f"going on from {plan.resume} after step {current.step}")
     return current
-
-
-def _seed(seed: int) -> None:
-    """The adapter's initial weights and dropout come from torch's generator; other libraries use Python's and numpy's."""
-    import numpy
-    import torch
-
-    random.seed(seed)
-    numpy.random.seed(seed)
-    torch.manual_seed(seed)
 
 
 def _template(config: TrainConfig, model_id: str) -> Template:
