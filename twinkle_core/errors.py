@@ -799,7 +799,7 @@ class UnknownModelClass(TwinkleError, LookupError):
     def __init__(self, name: str, near: str | None) -> None:
         super().__init__(
             f"transformers has no model class '{name}'.{_meant(near)}\n"
-            f"    give a class, or a name such as 'AutoModelForCausalLM' or 'LlamaForCausalLM'"
+            f"    give a class, or a name such as 'AutoModelForCausalLM' or 'LlamaForCausalLM'; a folder or hub id goes into model_id=..."
         )
 
 
@@ -877,20 +877,6 @@ class WeightsMismatch(CheckpointMismatch):
             if keys
         ]
         TwinkleError.__init__(self, f"the tensors don't fit {what}. Nothing was loaded.\n    " + "\n    ".join(lines))
-
-
-class DamagedWeights(TwinkleError, OSError):
-    """A weight file that can't be read whole."""
-
-    def __init__(self, file: object, reason: str) -> None:
-        super().__init__(f"{file} can't be read: {reason}")
-
-
-class NotAnAdapter(TwinkleError, FileNotFoundError):
-    """A folder that doesn't hold a saved adapter."""
-
-    def __init__(self, folder: object, file: str) -> None:
-        super().__init__(f"{folder} holds no saved adapter: there is no {file} in it")
 
 
 # ---------------------------------------------------------------------------------------------------- the command line

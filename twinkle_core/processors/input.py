@@ -99,9 +99,7 @@ class InputProcessor(Processor):
         out = rows[0].new_full((len(rows), size, *rows[0].shape[1:]), value)
         for target, row in zip(out, rows, strict=True):
             n = row.shape[0]
-            target[size - n :] = row if self.padding_side == "left" else target[size - n :]
-            if self.padding_side == "right":
-                target[:n] = row
+            target[slice(size - n, size) if self.padding_side == "left" else slice(0, n)] = row
         return out
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -39,10 +39,17 @@ class PeftAdapters(AdapterStore):
     Args:
         module: the model. Its present ``requires_grad`` flags are what ``activate('')`` trains.
         precision: which types weights have; default: leave them as they are.
+        tokenizer: gives the tokenizer whose files belong beside a whole model's weights, or None.
     """
 
-    def __init__(self, module: torch.nn.Module, precision: Precision | None = None) -> None:
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        precision: Precision | None = None,
+        tokenizer: Callable[[], Any] = lambda: None,
+    ) -> None:
         self.module = module
+        self._tokenizer = tokenizer
         self.precision = precision or Precision("no")
         self._peft: Any = None  # PeftModel over ``module`` while there are adapters; never called, it knows the tree
         self._inner: dict[str, str] = {}
@@ -73,7 +80,7 @@ class PeftAdapters(AdapterStore):
             raise DuplicateAdapter(name)
         state: dict[str, torch.Tensor] | None = None
         if isinstance(config, (str, Path)):
-            folder = weights.adapter_folder(name, config)
+            folder = weights.adapter_folder(config)
             config, state = weights.adapter_config(name, folder), weights.read_adapter(folder)
         config = check_config(name, config, self.module, [self.config(n) for n in self.names()])
         inner = f"twinkle{self._count}"
@@ -238,6 +245,8 @@ class PeftAdapters(AdapterStore):
     def write(self, name: str, folder: Path) -> None:
         if self._known(name) == BASE:
             weights.write_model(self.module, self.state_dict(BASE), folder)
+            if (tokenizer := self._tokenizer()) is not None:
+                tokenizer.save_pretrained(str(folder))
         else:
             weights.write_adapter(self.module, self._saved_config(name), self.state_dict(name), folder)
 
@@ -274,8 +283,7 @@ class PeftAdapters(AdapterStore):
         for field, label in (("r", "rank"), ("lora_alpha", "alpha"), ("lora_dropout", "dropout"), ("modules_to_save", "saves")):
             if getattr(config, field, None):
                 facts[label] = getattr(config, field)
-        targets = getattr(config, "target_modules", None)
-        facts["targets"] = targets if isinstance(targets, str) else ", ".join(sorted(targets or []))
+        facts["targets"] = ", ".join(sorted({t.rpartition(".")[2] for t in self._targets(name)}))
         if config.inference_mode:
             facts["frozen"] = True
         return facts

@@ -12,7 +12,7 @@ import torch
 from twinkle_core.contracts.engine import GENERATE, SPLIT_STEP, Batch
 from twinkle_core.errors import NotComputed
 from twinkle_core.mesh import DeviceMesh
-from twinkle_core.ops.token_logps import token_logps, token_logps_from_logits
+from twinkle_core.ops.token_logps import logps_from_logits, token_logps
 from twinkle_core.train.loop_engine import LoopEngine, evaluating
 from twinkle_core.types import InputFeature, ModelOutput
 from twinkle_transformers.generate import complete
@@ -34,6 +34,15 @@ def training(module: torch.nn.Module) -> Iterator[None]:
     finally:
         for m, flag in found:
             m.training = flag
+
+
+def _wanted(needs: frozenset[str]) -> dict[str, bool]:
+    return {"entropies": "entropies" in needs, "predictions": "predictions" in needs}
+
+
+def _named(needs: frozenset[str], values: tuple[Any, ...]) -> dict[str, torch.Tensor]:
+    found = dict(zip(("logps", "entropies", "predictions"), values, strict=True))
+    return {k: v for k, v in found.items() if k in needs and v is not None}
 
 
 class TransformersEngine(LoopEngine):
@@ -93,7 +102,8 @@ class TransformersEngine(LoopEngine):
 
     @staticmethod
     def _wants_hidden(needs: frozenset[str], task: str) -> bool:
-        return task == "causal_lm" and "aux_loss" not in needs and bool(needs & (TOKEN_NEEDS | {"hidden"}))
+        beyond = {"aux_loss", "values", "embeddings"}
+        return task == "causal_lm" and not needs & beyond and bool(needs & (TOKEN_NEEDS | {"hidden"}))
 
     def _inputs(self, batch: InputFeature) -> dict[str, Any]:
         """What the model's forward takes of a batch.
@@ -114,24 +124,28 @@ class TransformersEngine(LoopEngine):
         self, batch: InputFeature, inputs: Mapping[str, Any], needs: frozenset[str], temperature: float
     ) -> ModelOutput:
         """The whole model. Memory: ``[B, T, V]``."""
-        extra = {"output_router_logits": True} if "aux_loss" in needs and "output_router_logits" in self._takes else {}
         if "hidden" in needs:
-            raise NotComputed(
-                self._name(), "'hidden'", "its logits are not its output layer's output alone; use a loss on logps, such as cross_entropy"
-            )
+            raise NotComputed(self._name(), "hidden", "its logits are not its output layer's output alone; use a loss on logps")
+        if "embeddings" in needs:
+            raise NotComputed(self._name(), "embeddings", "it has no pooling head; apply the patch 'embedding' first")
+        extra = {"output_router_logits": True} if "aux_loss" in needs and "output_router_logits" in self._takes else {}
         result = self.module(**inputs, **extra)
         logits = getattr(result, "logits", None)
         output = ModelOutput()
-        if logits is None:
-            if needs & (TOKEN_NEEDS | {"logits"}):
-                raise NotComputed(self._name(), "logits", f"its outputs are {', '.join(result.keys())}")
-            return output
+        if logits is None and needs & (TOKEN_NEEDS | {"logits", "values"}):
+            raise NotComputed(self._name(), "logits", f"its outputs are {', '.join(result.keys())}")
         if "logits" in needs:
             output["logits"] = logits
         if needs & TOKEN_NEEDS:
-            output.update(token_logps_from_logits(logits, batch["labels"], needs & TOKEN_NEEDS, temperature=temperature))
+            output.update(_named(needs, logps_from_logits(logits, batch["labels"], **_wanted(needs), temperature=temperature)))
+        if "values" in needs:
+            if logits.shape[-1] != 1:
+                raise NotComputed(self._name(), "values", "it has no value head, nor logits of one column (a regression head)")
+            output["values"] = logits.squeeze(-1)
         if "aux_loss" in needs:
             output["aux_loss"] = getattr(result, "aux_loss", None)
+            if output["aux_loss"] is None:
+                raise NotComputed(self._name(), "aux_loss", "it has no router")
         return output
 
     def _by_hidden(
@@ -145,7 +159,7 @@ class TransformersEngine(LoopEngine):
         if "hidden" in needs:
             output["hidden"], output["output_layer"] = hidden, layer
         if needs & TOKEN_NEEDS:
-            output.update(token_logps(hidden, layer, batch["labels"], needs & TOKEN_NEEDS, temperature=temperature))
+            output.update(_named(needs, token_logps(hidden, layer, batch["labels"], **_wanted(needs), temperature=temperature)))
         return output
 
     # ------------------------------------------------------------------------------------------------ what the model is like

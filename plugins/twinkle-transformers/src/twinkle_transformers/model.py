@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from twinkle_core import arguments
+from twinkle_core.contracts.adapters import BASE
 from twinkle_core.errors import UnknownOption
 from twinkle_core.log import get_logger
 from twinkle_core.names import closest
@@ -103,7 +104,7 @@ class TransformersModel(SessionModel):
         engine = TransformersEngine(
             module, precision=precision, device=device, mesh=device_mesh, scaler=scaler, on_nonfinite=on_nonfinite, facts=facts
         )
-        super().__init__(engine, PeftAdapters(module, precision))
+        super().__init__(engine, PeftAdapters(module, precision, lambda: getattr(self.sessions[BASE].template, "tokenizer", None)))
 
     @property
     def module(self) -> Any:

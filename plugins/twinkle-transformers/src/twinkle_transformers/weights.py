@@ -13,7 +13,7 @@ from peft import PeftConfig
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from twinkle_core.errors import BadAdapter, DamagedWeights, NotAnAdapter, WeightsMismatch
+from twinkle_core.errors import BadAdapter, CheckpointDamaged, CheckpointNotFound, WeightsMismatch
 from twinkle_transformers.tree import plain_state
 
 ADAPTER_FILE = "adapter_model.safetensors"
@@ -60,19 +60,21 @@ def _load(file: Path) -> dict[str, torch.Tensor]:
     try:
         return load_file(file)
     except (SafetensorError, OSError) as error:
-        raise DamagedWeights(file, str(error)) from error
+        raise CheckpointDamaged(str(file), str(error)) from error
 
 
 # ---------------------------------------------------------------------------------------------------- adapters
 
 
-def adapter_folder(name: str, path: str | Path) -> Path:
+def adapter_folder(path: str | Path) -> Path:
     """The folder of a saved adapter: a local one, or ``ms://`` and ``hf://``."""
     from twinkle_core import hub
+    from twinkle_core.train import checkpoint
 
     folder = Path(hub.resolve(str(path)))
+    checkpoint.read_state(folder)  # a checkpoint of ours knows the hashes of its files
     if not (folder / ADAPTER_CONFIG).is_file():
-        raise NotAnAdapter(folder, ADAPTER_CONFIG)
+        raise CheckpointNotFound(str(folder), f"no adapter is saved there ({ADAPTER_CONFIG} is missing)")
     return folder
 
 
@@ -90,7 +92,7 @@ def read_adapter(folder: Path) -> dict[str, torch.Tensor]:
     """The tensors of a saved adapter. Only safetensors are read; pickle files are not."""
     file = Path(folder) / ADAPTER_FILE
     if not file.is_file():
-        raise NotAnAdapter(folder, ADAPTER_FILE)
+        raise CheckpointNotFound(str(folder), f"it holds no {ADAPTER_FILE} (pickled weights are not read)")
     return _load(file)
 
 
@@ -147,7 +149,7 @@ def model_files(folder: Path) -> list[Path]:
     files = [Path(folder) / name for name in names]
     for file in files:
         if not file.is_file() or os.path.getsize(file) == 0:
-            raise DamagedWeights(file, "it is missing or empty")
+            raise CheckpointDamaged(str(file), "it is missing or empty")
     return files
 
 

@@ -1,0 +1,186 @@
+"""From names, folders and configs to a model; what can't be loaded is told at once."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, LlamaForSequenceClassification
+
+from twinkle_core.errors import (
+    Fp8Unavailable,
+    ManyProcesses,
+    ModelNotLoaded,
+    NoModel,
+    TwinkleError,
+    UnknownModelClass,
+    UnknownOption,
+    WrongArgument,
+)
+from twinkle_core.mesh import DeviceMesh
+from twinkle_transformers import load, precision
+from twinkle_transformers.model import TransformersModel
+from twinkle_transformers.testing import ToyL, ToyLConfig, tiny_config
+
+
+def model(*args, **kwargs):
+    return TransformersModel(*args, **{"mixed_precision": "no", **kwargs})
+
+
+def test_class_name_and_default_load_the_same(tiny, ids):
+    made = [
+        model(model_id=tiny),
+        model(AutoModelForCausalLM, tiny),
+        model("AutoModelForCausalLM", str(tiny)),
+        model(LlamaForCausalLM, model_id=tiny),
+        model(model_cls="LlamaForCausalLM", model_id=tiny),
+        model(None, tiny),
+    ]
+    reference = AutoModelForCausalLM.from_pretrained(tiny)(input_ids=ids).logits
+    for m in made:
+        assert type(m.module) is LlamaForCausalLM
+        assert torch.equal(m.module(input_ids=ids).logits, reference)
+
+
+def test_config_alone_gives_random_weights():
+    for m in (
+        model(config=tiny_config()),
+        model(LlamaForCausalLM, config=tiny_config()),
+        model("LlamaForCausalLM", config=tiny_config(num_hidden_layers=1), num_hidden_layers=2),
+        model(LlamaForCausalLM, **{k: v for k, v in tiny_config().to_dict().items() if k in ("vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads", "num_key_value_heads")}),
+    ):
+        assert m.module.config.num_hidden_layers == 2
+        assert m.module.config.hidden_size == 32
+    assert model(ToyL, config=ToyLConfig(3.0)).module.lin.weight.item() == 3.0
+
+
+def test_single_values_of_the_config_reach_it(tiny):
+    m = model(model_id=tiny, attention_dropout=0.25, attn_implementation="eager")
+    assert m.module.config.attention_dropout == 0.25
+    assert m.module.config._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ({"mixed_precison": "no"}, "mixed_precision"),
+        ({"gradient_checkpoint": True}, "gradient_checkpointing"),
+        ({"devicemesh": None}, "device_mesh"),
+        ({"attn_implementatoin": "sdpa"}, "attn_implementation"),
+        ({"attention_droput": 0.1}, "attention_dropout"),
+    ],
+)
+def test_misspelt_keyword_is_told_with_the_right_one(tiny, given, meant):
+    for source in ({"model_id": tiny}, {"config": tiny_config()}):
+        with pytest.raises(WrongArgument, match=f"Did you mean '{meant}'"):
+            TransformersModel(**source, **given)
+
+
+def test_unknown_values(tiny):
+    with pytest.raises(UnknownModelClass, match="Did you mean 'AutoModelForCausalLM'"):
+        model("AutoModelForCasualLM", tiny)
+    with pytest.raises(UnknownModelClass, match="model_id="):
+        model(str(tiny))
+    with pytest.raises(UnknownOption, match="bf16"):
+        TransformersModel(model_id=tiny, mixed_precision="bf61")
+    with pytest.raises(UnknownOption, match="native_fsdp"):
+        model(model_id=tiny, strategy="native_fdsp")
+    with pytest.raises(UnknownOption, match="skip"):
+        model(model_id=tiny, on_nonfinite="ignore")
+    with pytest.raises(WrongArgument, match="init_scale"):
+        TransformersModel(model_id=tiny, mixed_precision="fp16", grad_scaler_config={"init_scal": 2.0})
+    with pytest.raises(NoModel, match="model_id"):
+        model()
+
+
+def test_fp8_names_what_it_needs(tiny):
+    with pytest.raises(Fp8Unavailable, match=r"H100.*transformer-engine"):
+        TransformersModel(model_id=tiny, mixed_precision="fp8")
+
+
+def test_missing_path_is_told_at_once_without_a_hub(tmp_path):
+    began = time.perf_counter()
+    with pytest.raises(TwinkleError, match="no-such-folder"):
+        model(model_id=tmp_path / "no-such-folder")
+    with pytest.raises(TwinkleError, match="no-such-folder"):
+        model(model_id="./no-such-folder/at/all")
+    assert time.perf_counter() - began < 1.0
+
+
+@pytest.mark.parametrize("hub", ["hf", "ms"])
+def test_hub_id_without_network_says_so_and_the_way_out(hub):
+    with pytest.raises(TwinkleError, match=r"(?s)someone/some-model.*local"):
+        model(model_id=f"{hub}://someone/some-model")
+
+
+def test_folder_that_is_no_model(tmp_path):
+    with pytest.raises(ModelNotLoaded, match=str(tmp_path)):
+        model(model_id=tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    with pytest.raises(ModelNotLoaded, match=r"safetensors"):
+        model(model_id=tmp_path)
+
+
+def test_several_processes_are_refused(tiny, monkeypatch):
+    with pytest.raises(ManyProcesses, match="4"):
+        model(model_id=tiny, device_mesh=DeviceMesh.from_sizes(dp_size=2, fsdp_size=2))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ManyProcesses, match="WORLD_SIZE"):
+        model(model_id=tiny)
+
+
+def test_accepted_without_effect_in_one_process(tiny):
+    m = model(
+        model_id=tiny,
+        device_mesh=DeviceMesh.from_sizes(device_type="cpu"),
+        strategy="native_fsdp",
+        ddp_config={"bucket_cap_mb": 1},
+        fsdp_config={"reshard_after_forward": True},
+        memory_efficient_init=True,
+        remote_group="actor",
+    )
+    assert m.module.device.type == "cpu"
+    assert "native_fsdp" in m.get_train_configs()
+
+
+def test_device_that_is_not_there(tiny):
+    kind = "cuda" if not torch.cuda.is_available() else "xpu"
+    with pytest.raises(TwinkleError, match=kind):
+        model(model_id=tiny, device_mesh=DeviceMesh.from_sizes(device_type=kind))
+
+
+@pytest.mark.parametrize(("has_bf16", "lines"), [(False, 1), (True, 0)])
+def test_one_line_about_slow_bf16(tiny, monkeypatch, capsys, has_bf16, lines):
+    monkeypatch.setattr(load, "cpu_has_bf16", lambda: has_bf16)
+    model(model_id=tiny, mixed_precision="no", device_mesh=DeviceMesh.from_sizes(device_type="cpu"))
+    assert "bf16" not in capsys.readouterr().err
+    TransformersModel(model_id=tiny, device_mesh=DeviceMesh.from_sizes(device_type="cpu"))
+    said = [line for line in capsys.readouterr().err.splitlines() if "mixed_precision='no'" in line]
+    assert len(said) == lines
+
+
+def test_bf16_hardware_is_asked_of_torch(monkeypatch):
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    assert not precision.cpu_has_bf16()
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    assert precision.cpu_has_bf16()
+
+
+def test_checkpointing_only_when_asked(tiny):
+    def on(m):
+        return any(getattr(x, "gradient_checkpointing", False) for x in m.module.modules())
+
+    assert not on(model(model_id=tiny))
+    assert not on(model(model_id=tiny, gradient_checkpointing=False))
+    assert on(model(model_id=tiny, gradient_checkpointing=True))
+
+
+def test_two_models_of_one_process_differ_in_everything(tiny, untied):
+    one = TransformersModel(model_id=tiny, mixed_precision="bf16")
+    two = TransformersModel(LlamaForSequenceClassification, untied, mixed_precision="fp16", num_labels=3)
+    three = model(ToyL, config=ToyLConfig())
+    assert [m.engine.precision.mixed for m in (one, two, three)] == ["bf16", "fp16", "no"]
+    assert (one.engine.scaler is None, two.engine.scaler is None) == (True, False)

@@ -1,0 +1,288 @@
+"""Data sets: rows from somewhere, mapped to conversations, encoded by a template (L1)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, overload
+
+from twinkle_core import registry
+from twinkle_core.contracts.template import Template
+from twinkle_core.data import sources, store
+from twinkle_core.data.sources import DatasetMeta
+from twinkle_core.errors import DataError, TwinkleError
+from twinkle_core.log import get_logger
+
+if TYPE_CHECKING:
+    import datasets
+
+__all__ = ["Dataset", "DatasetMeta", "LazyDataset"]
+
+Row = store.Row
+
+
+class Dataset:
+    """Rows in memory or memory-mapped, in one or several parts.
+
+    ::
+
+        dataset = Dataset(DatasetMeta("ms://org/name", data_slice=range(1000)))
+        dataset.set_template("chat", model_id="ms://Qwen/Qwen3-4B")
+        dataset.map("self_cognition", model_name="Twinkle", model_author="us")
+        dataset.encode()
+
+    Several sets (``add_dataset``) are read one after the other until ``mix_dataset`` makes one of them. Values survive unchanged:
+    what JSON can hold comes back as it went in.
+
+    Args:
+        meta: what to load; an id or a path alone, or a list of rows, will do too.
+    """
+
+    def __init__(self, meta: DatasetMeta | str | Path | Iterable[Mapping[str, Any]]) -> None:
+        self.template: Template | None = None
+        self.dropped: dict[str, int] = {}  # verb or preprocessor -> rows dropped
+        self._encoded = False
+        self._metas: list[DatasetMeta] = []
+        self._parts: list[datasets.Dataset] = []
+        self._joined: datasets.Dataset | None = None
+        self.add_dataset(meta)
+
+    # ------------------------------------------------------------------------------------------------ parts
+
+    def add_dataset(self, meta: DatasetMeta | str | Path | Iterable[Mapping[str, Any]]) -> None:
+        """Load another set after those there are. ``map(…, dataset_meta=meta)`` treats it alone."""
+        if self._encoded:
+            raise DataError.encoded("add_dataset")
+        if not isinstance(meta, DatasetMeta):
+            meta = DatasetMeta(str(meta)) if isinstance(meta, (str, Path)) else DatasetMeta(data=list(meta))
+        self._replace([*self._parts, sources.load(meta)], [*self._metas, meta])
+
+    def mix_dataset(self, interleave: bool = True) -> None:
+        """Make one set of all parts; every row is kept, none is repeated.
+
+        Args:
+            interleave: spread the rows of each part evenly over the whole; False: one part after the other.
+        """
+        sizes = [len(part) for part in self._parts]
+        table = store.join(self._parts)
+        if interleave and len(sizes) > 1:
+            starts = [sum(sizes[:k]) for k in range(len(sizes))]
+            order = sorted(((i + 0.5) / n, k, starts[k] + i) for k, n in enumerate(sizes) for i in range(n))
+            table = table.select([index for _, _, index in order])
+        self._replace([table], self._metas[:1] if len(self._metas) == 1 else [])
+
+    def _replace(self, parts: list[datasets.Dataset], metas: list[DatasetMeta]) -> None:
+        self._parts, self._metas, self._joined = parts, metas, None
+
+    def _table(self) -> datasets.Dataset:
+        if self._joined is None:
+            self._joined = store.join(self._parts)
+        return self._joined
+
+    def _chosen(self, meta: DatasetMeta | None) -> list[int]:
+        if meta is None:
+            return list(range(len(self._parts)))
+        found = [k for k, m in enumerate(self._metas) if m is meta] or [k for k, m in enumerate(self._metas) if m == meta]
+        if not found:
+            raise DataError.choice("part", meta.name, "the data set", [m.name for m in self._metas])
+        return found
+
+    # ------------------------------------------------------------------------------------------------ rows to rows
+
+    def map(
+        self,
+        preprocessor: Callable[[Row], Any] | str | type,
+        *,
+        num_proc: int | None = None,
+        dataset_meta: DatasetMeta | None = None,
+        **kwargs: Any,
+    ) -> Dataset:
+        """Replace each row by what a preprocessor makes of it; None drops it (counted in ``dropped``, logged once).
+
+        Args:
+            preprocessor: a callable row -> row, or a preprocessor's class or name.
+            num_proc: processes; None: this one.
+            dataset_meta: map only this part.
+            **kwargs: of the preprocessor's constructor.
+
+        Raises:
+            DataError: a row lacks what the preprocessor needs (the text names row and keys), or it returns something else.
+        """
+        if self._encoded:
+            raise DataError.encoded("map")
+        function = registry.build("preprocessor", preprocessor, kwargs)
+        name = getattr(function, "__name__", None) or type(function).__name__
+
+        def work(row: Row, index: int) -> list[Mapping[str, Any]]:
+            new = _in_row(name, index, function, row)
+            if new is not None and not isinstance(new, Mapping):
+                raise DataError.returned(name, new)
+            return [] if new is None else [new]
+
+        self._run(work, name, num_proc, dataset_meta)
+        return self
+
+    def filter(
+        self, function: Callable[[Row], bool], *, num_proc: int | None = None, dataset_meta: DatasetMeta | None = None
+    ) -> Dataset:
+        """Keep the rows for which ``function`` is true."""
+        name = getattr(function, "__name__", None) or type(function).__name__
+
+        def work(row: Row, index: int) -> list[Row]:
+            return [row] if _in_row(name, index, function, row) else []
+
+        self._run(work, f"filter {name}", num_proc, dataset_meta)
+        return self
+
+    def _run(
+        self, work: Callable[[Row, int], Any], name: str, num_proc: int | None, meta: DatasetMeta | None, encoded: bool = False
+    ) -> None:
+        parts, dropped, total = list(self._parts), 0, 0
+        for k in self._chosen(meta):
+            total += len(parts[k])
+            parts[k], lost = store.map_rows(
+                parts[k], work, encoded=encoded or self._encoded, num_proc=num_proc, description=name
+            )
+            dropped += lost
+        self._replace(parts, self._metas)
+        if dropped:
+            self.dropped[name] = self.dropped.get(name, 0) + dropped
+            get_logger("data").info("%s dropped %d of %d rows", name, dropped, total)
+
+    # ------------------------------------------------------------------------------------------------ encoding
+
+    def set_template(self, template_cls: Template | type[Template] | str, **kwargs: Any) -> None:
+        """Which template encodes: an object, a class or a name; ``kwargs`` are its constructor's."""
+        self.template = registry.build("template", template_cls, kwargs, contract=Template)
+
+    def encode(self, num_proc: int | None = None) -> Dataset:
+        """Conversations to rows of token ids and aligned labels.
+
+        Rows that the template drops (strategy ``delete``) are counted in ``dropped["encode"]`` and logged once; ``split`` makes
+        several rows of one.
+
+        Raises:
+            DataError: no template, or a row that it refuses (the text names the row and the reason).
+        """
+        if self._encoded:
+            raise DataError.encoded("encode")
+        template = self._needs_template()
+
+        def work(row: Row, index: int) -> list[Mapping[str, Any]]:
+            return _as_list(_in_row("encode", index, template.encode, row))  # type: ignore[arg-type]
+
+        self._run(work, "encode", num_proc, None, encoded=True)
+        self._encoded = True
+        return self
+
+    def check(self) -> dict[int, str]:
+        """Which rows the template would refuse, and why."""
+        template = self._needs_template()
+        found = {i: template.check(row) for i, row in enumerate(store.read_all(self._table()))}  # type: ignore[arg-type]
+        return {index: reason for index, reason in found.items() if reason is not None}
+
+    def _needs_template(self) -> Template:
+        if self.template is None:
+            raise DataError.no_template()
+        return self.template
+
+    # ------------------------------------------------------------------------------------------------ reading and writing
+
+    def __len__(self) -> int:
+        return sum(len(part) for part in self._parts)
+
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Row]: ...
+
+    def __getitem__(self, index: int | slice) -> Row | list[Row]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"row {index} of a data set of {len(self)} rows")
+        return self._row(index % len(self))
+
+    def _row(self, index: int) -> Row:
+        return store.read(self._table(), index)
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(store.read_all(self._table()))
+
+    def save_as(self, path: str | Path) -> Path:
+        """Write the rows: ``*.jsonl`` or ``*.json`` as text, ``*.parquet``, anything else as a folder.
+
+        ``DatasetMeta(path)`` reads each of them back to the same rows.
+        """
+        target = Path(path).expanduser()
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if target.suffix in (".jsonl", ".json"):
+            lines = (json.dumps(row, ensure_ascii=False) for row in self)
+            with target.open("w", encoding="utf-8") as file:
+                if target.suffix == ".json":
+                    file.write("[\n" + ",\n".join(lines) + "\n]\n")
+                else:
+                    file.writelines(line + "\n" for line in lines)
+            return target
+        table = self._table()
+        if not store.is_kept(table):
+            table = store.map_rows(table, lambda row, _: [row], encoded=False, num_proc=None, description="saving")[0]
+        if target.suffix == ".parquet":
+            table.to_parquet(str(target))
+        else:
+            table.save_to_disk(str(target))
+        return target
+
+    def __repr__(self) -> str:
+        state = "encoded" if self._encoded else "raw"
+        return f"{type(self).__name__}({', '.join(m.name for m in self._metas) or 'mixed'}: {len(self)} rows, {state})"
+
+
+class LazyDataset(Dataset):
+    """Encodes a row when it is read: ``encode`` returns at once, and no encoded copy of the data is kept.
+
+    The number of rows must be known before any is read, so the template's strategies ``delete`` and ``split`` are refused.
+    """
+
+    def encode(self, num_proc: int | None = None) -> Dataset:
+        if self._encoded:
+            raise DataError.encoded("encode")
+        strategy = getattr(self._needs_template(), "truncation_strategy", "raise")
+        if strategy in ("delete", "split"):
+            raise DataError.lazy(strategy)
+        self._encoded = True
+        return self
+
+    def filter(
+        self, function: Callable[[Row], bool], *, num_proc: int | None = None, dataset_meta: DatasetMeta | None = None
+    ) -> Dataset:
+        """As ``Dataset.filter``, before ``encode``."""
+        if self._encoded:
+            raise DataError.encoded("filter")
+        return super().filter(function, num_proc=num_proc, dataset_meta=dataset_meta)
+
+    def _row(self, index: int) -> Row:
+        row = super()._row(index)
+        if not self._encoded:
+            return row
+        encoded = _as_list(_in_row("encode", index, self._needs_template().encode, row))  # type: ignore[arg-type]
+        if len(encoded) != 1:
+            raise DataError.lazy("delete" if not encoded else "split")
+        return dict(encoded[0])
+
+    def __iter__(self) -> Iterator[Row]:
+        return (self._row(i) for i in range(len(self)))
+
+
+def _in_row(what: str, index: int, function: Callable[[Row], Any], row: Row) -> Any:
+    """Call it; twinkle's own errors get the row's number. Others keep their traceback, which says more."""
+    try:
+        return function(row)
+    except TwinkleError as cause:
+        raise DataError.in_row(what, index, cause) from cause
+
+
+def _as_list(encoded: Any) -> list[Mapping[str, Any]]:
+    return [] if encoded is None else list(encoded) if isinstance(encoded, list) else [encoded]

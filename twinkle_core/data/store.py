@@ -1,0 +1,165 @@
+"""How rows lie in an Arrow table without being changed by it (L1).
+
+Arrow gives every row of a column one type: a key that one conversation's tool arguments have would appear as None in all
+others, and 1 beside 1.5 would become 1.0. So rows that twinkle makes are kept as JSON text in one column, and only token ids
+beside it as integers. Tables that come typed already (csv, parquet, arrow) stay as they are until they are mapped.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from twinkle_core.errors import DataError
+
+if TYPE_CHECKING:
+    import datasets
+
+#: The column of rows as JSON text; a table that has it was written by twinkle.
+ROW = "twinkle_row"
+#: Lists of whole numbers that get a column of their own.
+IDS = ("input_ids", "labels")
+
+Row = dict[str, Any]
+
+
+def from_rows(rows: Iterable[Mapping[str, Any]]) -> datasets.Dataset:
+    """A table of rows in memory."""
+    import datasets
+
+    texts: list[str] = []
+    for index, row in enumerate(rows):
+        if not isinstance(row, Mapping):
+            raise DataError.not_rows(index, row)
+        texts.append(_dumps(row))
+    return datasets.Dataset.from_dict({ROW: texts}, features=_features(encoded=False))
+
+
+def is_kept(table: datasets.Dataset) -> bool:
+    """Whether rows lie as JSON text."""
+    return ROW in table.column_names
+
+
+def read(table: datasets.Dataset, index: int) -> Row:
+    """One row, with its values as they were put in."""
+    return unpack(table[index])
+
+
+def read_all(table: datasets.Dataset, batch_size: int = 256) -> Iterator[Row]:
+    """All rows in order; faster than one by one."""
+    for start in range(0, len(table), batch_size):
+        columns = table[start : start + batch_size]
+        names = list(columns)
+        for values in zip(*columns.values(), strict=True):
+            yield unpack(dict(zip(names, values, strict=True)))
+
+
+def unpack(cells: Mapping[str, Any]) -> Row:
+    """The cells of one table row to the row."""
+    if ROW not in cells:
+        return dict(cells)
+    row: Row = json.loads(cells[ROW])
+    row.update({name: cells[name] for name in IDS if cells.get(name) is not None})
+    return row
+
+
+def map_rows(
+    table: datasets.Dataset,
+    function: Callable[[Row, int], Sequence[Mapping[str, Any]]],
+    *,
+    encoded: bool,
+    num_proc: int | None,
+    description: str,
+) -> tuple[datasets.Dataset, int]:
+    """Each row to any number of rows.
+
+    Args:
+        function: (row, index) -> rows.
+        encoded: whether the new rows hold token ids.
+        num_proc: processes; None: this one.
+
+    Returns:
+        The new table, and how many rows gave none.
+    """
+    total = len(table)
+    if total == 0:
+        return from_rows(()), 0
+    names = list(table.column_names)
+
+    def work(columns: Mapping[str, Sequence[Any]], indices: Sequence[int]) -> dict[str, list[Any]]:
+        out: dict[str, list[Any]] = {name: [] for name in (ROW, "source", *(IDS if encoded else ()))}
+        for at, index in enumerate(indices):
+            row = unpack({name: columns[name][at] for name in names})
+            for new in function(row, index):
+                _put(out, new, index, encoded)
+        return out
+
+    import datasets
+
+    features = _features(encoded)
+    new = table.map(
+        work,
+        batched=True,
+        batch_size=64,
+        with_indices=True,
+        remove_columns=names,
+        features=datasets.Features({**features, "source": datasets.Value("int64")}),
+        num_proc=num_proc,
+        load_from_cache_file=False,
+        new_fingerprint=datasets.fingerprint.generate_random_fingerprint(),  # hashing a tokenizer costs more than encoding
+        desc=description,
+    )
+    kept = len(set(new.data.column("source").to_pylist())) if len(new) else 0
+    return new.remove_columns("source"), total - kept
+
+
+def _put(out: dict[str, list[Any]], row: Mapping[str, Any], source: int, encoded: bool) -> None:
+    rest = dict(row)
+    if encoded:
+        for name in IDS:
+            value = rest.get(name)
+            out[name].append(rest.pop(name) if _is_ids(value) else None)
+    out[ROW].append(_dumps(rest))
+    out["source"].append(source)
+
+
+def _is_ids(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and type(value[0]) is int and all(type(v) is int for v in value)
+
+
+def join(tables: Sequence[datasets.Dataset]) -> datasets.Dataset:
+    """Tables one after the other, whatever their columns."""
+    import datasets
+
+    if len(tables) == 1:
+        return tables[0]
+    if any(t.features != tables[0].features for t in tables):
+        encoded = any(name in t.column_names for t in tables for name in IDS if is_kept(t))
+        tables = [_keep(t, encoded) for t in tables]
+    return datasets.concatenate_datasets(list(tables))
+
+
+def _keep(table: datasets.Dataset, encoded: bool) -> datasets.Dataset:
+    return map_rows(table, lambda row, _: [row], encoded=encoded, num_proc=None, description="joining")[0]
+
+
+def _features(encoded: bool) -> datasets.Features:
+    import datasets
+
+    ids = datasets.Sequence(datasets.Value("int32"))
+    columns: dict[str, Any] = {ROW: datasets.Value("large_string")}
+    return datasets.Features({**columns, **dict.fromkeys(IDS, ids)} if encoded else columns)
+
+
+def _dumps(row: Mapping[str, Any]) -> str:
+    return json.dumps(row, ensure_ascii=False, default=_plain, separators=(",", ":"))
+
+
+def _plain(value: Any) -> Any:
+    """Arrays as lists, dates as text; anything else can't be kept in a table."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if hasattr(value, "isoformat"):
+        return value.isoformat()
+    raise DataError.value("a data set's row", "a value", value, "something that JSON can hold (text, numbers, lists, mappings)")

@@ -1,0 +1,121 @@
+"""Engines over tiny modules: one that loops, one shaped like a pipeline schedule, one that stands for two data ranks (L2)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from twinkle_core.contracts.engine import Batch, LossFn
+from twinkle_core.ops.token_logps import logps_from_logits, token_logps
+from twinkle_core.train.loop_engine import LoopEngine, evaluating
+from twinkle_core.types import InputFeature, LossOutput, ModelOutput
+
+
+def compute(module: Any, inputs: InputFeature, needs: frozenset[str], temperature: float = 1.0) -> ModelOutput:
+    """The fields in ``needs``, and nothing else, of a module whose ``forward`` gives hidden states."""
+    hidden = module(inputs)
+    output = ModelOutput()
+    wanted = {"entropies": "entropies" in needs, "predictions": "predictions" in needs}
+    if "logits" in needs:
+        output.logits = module.output_layer(hidden)
+    if needs & {"logps", "entropies", "predictions"}:
+        if "logits" in needs:
+            found = logps_from_logits(output.logits, inputs["labels"], temperature=temperature, **wanted)
+        else:
+            found = token_logps(hidden, module.output_layer, inputs["labels"], temperature=temperature, **wanted)
+        for key, value in zip(("logps", "entropies", "predictions"), found, strict=True):
+            if value is not None:
+                output[key] = value
+    if "hidden" in needs:
+        output.hidden, output.output_layer = hidden, module.output_layer
+    if "values" in needs:
+        output.values = module.value_head(hidden).squeeze(-1)
+    return output
+
+
+class ToyEngine(LoopEngine):
+    """LoopEngine over a module whose ``forward(inputs)`` gives hidden states and which has ``output_layer``.
+
+    ``calls`` records what was asked: (needs, train, temperature, task), for tests.
+    """
+
+    def __init__(self, module: torch.nn.Module, **kwargs: Any) -> None:
+        super().__init__(module, **kwargs)
+        self.calls: list[tuple[frozenset[str], bool, float, str]] = []
+
+    def forward(
+        self, batch: Batch, needs: frozenset[str], *, train: bool, temperature: float = 1.0, task: str = "causal_lm"
+    ) -> ModelOutput:
+        self.calls.append((needs, train, temperature, task))
+        return compute(self.module, batch.inputs, needs, temperature)
+
+
+#: what a pipeline schedule asks of its caller: take the next micro-batch, give the output and a function that makes a loss of it
+ForwardStep = Callable[[Iterator[Batch], Any], tuple[ModelOutput, Callable[[ModelOutput], LossOutput]]]
+
+
+def pipeline_schedule(
+    forward_step: ForwardStep, iterator: Iterator[Batch], module: Any, count: int, *, forward_only: bool, warmup: int = 2
+) -> None:
+    """One forward, one backward, after ``warmup`` forwards: the order of a stage of a pipeline. Nobody outside sees its tensors."""
+    waiting: list[torch.Tensor] = []
+    for i in range(count):
+        output, loss_of = forward_step(iterator, module)
+        waiting.append(loss_of(output).sum)
+        if not forward_only and i >= warmup:
+            waiting.pop(0).backward()
+    for loss in [] if forward_only else waiting:
+        loss.backward()
+
+
+class CallbackEngine(LoopEngine):
+    """An engine that can't split a step: forward and backward happen inside a schedule, which calls back for the loss."""
+
+    capabilities = frozenset()
+
+    def run_schedule(
+        self,
+        batches: Sequence[Batch],
+        needs: frozenset[str],
+        loss_fn: LossFn,
+        *,
+        train: bool = True,
+        sync: bool = True,
+        temperature: float = 1.0,
+        task: str = "causal_lm",
+    ) -> None:
+        def forward_step(iterator: Iterator[Batch], module: Any) -> tuple[ModelOutput, Callable[[ModelOutput], LossOutput]]:
+            batch = next(iterator)
+            return compute(module, batch.inputs, needs, temperature), lambda output: loss_fn(batch, output)
+
+        def run() -> None:
+            pipeline_schedule(forward_step, iter(batches), self.module, len(batches), forward_only=not train)
+
+        if train:
+            run()
+        else:
+            with evaluating(self.module):
+                run()
+
+
+class OneOfTwoRanks(ToyEngine):
+    """One data rank of two, whose peer is played by numbers: what it adds to each sum, in order of the calls.
+
+    Args:
+        peer: the weights of the other rank's windows.
+        peer_gradients: the other rank's gradients (sums), added when a window closes as a backend that sums would.
+    """
+
+    def __init__(self, module: torch.nn.Module, peer: Sequence[float], peer_gradients: Sequence[torch.Tensor] = ()) -> None:
+        super().__init__(module)
+        self.peer, self.peer_gradients = list(peer), list(peer_gradients)
+
+    def all_reduce(self, x: torch.Tensor, over: str = "dp") -> torch.Tensor:
+        return x + self.peer.pop(0)
+
+    def finish_grads(self, optimizer: torch.optim.Optimizer, scale: torch.Tensor | float) -> bool:
+        for parameter, more in zip(self.module.parameters(), self.peer_gradients, strict=False):
+            parameter.grad = more.clone() if parameter.grad is None else parameter.grad + more
+        return super().finish_grads(optimizer, scale)

@@ -1,0 +1,315 @@
+"""Checkpoints: what is in the folder, and how it is verified before anything is loaded (L2).
+
+======================  ==================================================================================
+weights                 by the store: plain files that PEFT or the model's own library loads
+trainer_state.json      :class:`TrainerState`; names, sizes and hashes of all other files
+optimizer.safetensors   tensors of the optimizer's state under ``<state>/<parameter>``; ``optimizer.json`` the rest
+scheduler.json          the scheduler's numbers
+engine.safetensors      tensors of the engine's state; ``engine.json`` the rest (the gradient scaler)
+gradients.safetensors   the gradients of an open accumulation window, by parameter
+rng.safetensors         random state of torch and devices; ``rng.json`` of Python and numpy
+======================  ==================================================================================
+
+Only the first two are there without ``save_optimizer``. No pickle is written or read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from pydantic import BaseModel, ConfigDict, ValidationError
+from safetensors.torch import load_file, save_file
+
+from twinkle_core import registry
+from twinkle_core.contracts.adapters import BASE, AdapterStore
+from twinkle_core.errors import CheckpointDamaged, CheckpointMismatch, CheckpointNotFound, CheckpointUnfit, WindowNotStepped
+from twinkle_core.train import optim, rng
+from twinkle_core.train.folder import STATE_FILE, sha256
+from twinkle_core.train.session import Session
+from twinkle_core.train.single import distinct
+
+if TYPE_CHECKING:
+    from twinkle_core.train.sessions import Sessions
+
+SCHEMA = 1
+
+
+class FileEntry(BaseModel):
+    """One file of a checkpoint."""
+
+    model_config = ConfigDict(extra="forbid")
+    size: int
+    sha256: str
+
+
+class TrainerState(BaseModel):
+    """``trainer_state.json``."""
+
+    model_config = ConfigDict(extra="forbid")
+    schema_version: int = SCHEMA
+    twinkle_version: str
+    adapter_name: str
+    resumable: bool
+    cur_step: int
+    consumed_train_samples: int
+    gradient_accumulation_steps: int | None
+    skipped_steps: int
+    window: dict[str, Any]
+    optimizer: str | None
+    scheduler: str | None
+    adapter: dict[str, Any]
+    engine: dict[str, Any]
+    mesh: str
+    fingerprint: str
+    plugins: list[dict[str, str]]
+    files: dict[str, FileEntry]
+
+    def progress(self) -> dict[str, Any]:
+        """What ``load`` and ``resume_from_checkpoint`` return."""
+        return {
+            "cur_step": self.cur_step,
+            "consumed_train_samples": self.consumed_train_samples,
+            "gradient_accumulation_steps": self.gradient_accumulation_steps,
+        }
+
+
+def fingerprint(adapters: AdapterStore, name: str) -> str:
+    """What model a checkpoint belongs to: a hash of names and shapes of the adapter's tensors and the base model's."""
+    parts = [(name == BASE, adapters.state_dict(name))] + ([(True, adapters.state_dict(BASE))] if name != BASE else [])
+    lines = [f"{base} {key} {list(t.shape)}" for base, state in parts for key, t in sorted(state.items())]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def _jsonable(value: Any, what: str) -> str:
+    try:
+        return json.dumps(value, allow_nan=True)
+    except (TypeError, ValueError) as error:
+        raise CheckpointUnfit(what, f"its state is not plain data ({error})") from error
+
+
+def _plain(value: Any) -> Any:
+    """A description as JSON holds it; what it can't hold, as text."""
+    if isinstance(value, Mapping):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [_plain(v) for v in value]
+    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
+
+
+# ---------------------------------------------------------------------------------------------------- writing
+
+
+@dataclass(slots=True)
+class Parts:
+    """Everything beside the weights, gathered before a file is written: tensors and plain data by stem."""
+
+    tensors: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
+    data: dict[str, Any] = field(default_factory=dict)
+
+
+def gather(model: Sessions, session: Session) -> Parts:
+    """The training state of a session. Changes nothing.
+
+    Raises:
+        WindowNotStepped: gradients have been normalised and not used. CheckpointUnfit: a state that is not plain data.
+    """
+    parts = Parts()
+    window, optimizer = session.window, session.optimizer
+    if window.normalised and not window.finished:
+        raise WindowNotStepped(window.count)
+    if optimizer is not None:
+        parameters = model.adapters.parameters(session.name)
+        parts.tensors["optimizer"], parts.data["optimizer"] = optim.state_by_name(optimizer, parameters)
+        if session.scheduler is not None:
+            name = type(session.scheduler).__name__
+            state = session.scheduler.state_dict()
+            _jsonable(state, f"scheduler {name}")
+            parts.data["scheduler"] = {"class": name, "state": state}
+    if window.open:
+        parts.tensors["gradients"] = {
+            k: p.grad for k, p in model.adapters.parameters(session.name).items() if p.grad is not None
+        }
+    state = model.engine.state_dict()
+    tensors = {k: v for k, v in state.items() if isinstance(v, torch.Tensor)}
+    plain = {k: v for k, v in state.items() if k not in tensors}
+    _jsonable(plain, "the engine's state")
+    parts.tensors["engine"], parts.data["engine"] = tensors, plain
+    parts.tensors["rng"], parts.data["rng"] = rng.capture()
+    return parts
+
+
+def write(model: Sessions, session: Session, folder: Path, parts: Parts | None) -> None:
+    """Write a checkpoint's files into an empty folder. ``parts`` None: weights alone."""
+    model.adapters.write(session.name, folder)
+    if parts is not None:
+        for stem, tensors in parts.tensors.items():
+            if tensors:
+                save_file(distinct({k: t.cpu() for k, t in tensors.items()}), folder / f"{stem}.safetensors")
+        for stem, data in parts.data.items():
+            (folder / f"{stem}.json").write_text(json.dumps(data))
+    files = {p.relative_to(folder).as_posix(): p for p in sorted(folder.rglob("*")) if p.is_file()}
+    state = TrainerState(
+        twinkle_version=_version(),
+        adapter_name=session.name,
+        resumable=parts is not None,
+        cur_step=session.cur_step,
+        consumed_train_samples=session.consumed_train_samples,
+        gradient_accumulation_steps=session.window.size,
+        skipped_steps=session.skipped_steps,
+        window=session.window.state_dict(),
+        optimizer=None if session.optimizer is None else type(session.optimizer).__name__,
+        scheduler=None if session.scheduler is None else type(session.scheduler).__name__,
+        adapter=_plain(model.adapters.describe(session.name)),
+        engine=_plain(model.engine.describe()),
+        mesh=repr(model.engine.mesh),
+        fingerprint=fingerprint(model.adapters, session.name),
+        plugins=registry.snapshot(),
+        files={name: FileEntry(size=p.stat().st_size, sha256=sha256(p)) for name, p in files.items()},
+    )
+    (folder / STATE_FILE).write_text(state.model_dump_json(indent=1))
+
+
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("twinkle-core")
+    except PackageNotFoundError:
+        return "unknown"
+
+
+# ---------------------------------------------------------------------------------------------------- reading
+
+
+def read_state(folder: Path) -> TrainerState | None:
+    """``trainer_state.json``, and all files it names verified; None where there is no such file (a plain PEFT or model folder).
+
+    Raises:
+        CheckpointNotFound, CheckpointDamaged, CheckpointMismatch: the text names the file.
+    """
+    if not folder.is_dir():
+        raise CheckpointNotFound(str(folder))
+    path = folder / STATE_FILE
+    if not path.is_file():
+        return None
+    try:
+        raw = json.loads(path.read_text())
+    except (ValueError, UnicodeDecodeError) as error:
+        raise CheckpointDamaged(str(path), f"it is not valid JSON ({error})") from error
+    version = raw.get("schema_version") if isinstance(raw, dict) else None
+    if version != SCHEMA:
+        raise CheckpointMismatch(str(path), f"its schema is version {version}; this twinkle reads version {SCHEMA}")
+    try:
+        state = TrainerState.model_validate(raw)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise CheckpointDamaged(str(path), f"field '{where}': {first['msg']}") from error
+    for name, entry in state.files.items():
+        _verify(folder, name, entry)
+    return state
+
+
+def _verify(folder: Path, name: str, entry: FileEntry) -> None:
+    path = folder / name
+    if not path.resolve().is_relative_to(folder.resolve()):
+        raise CheckpointDamaged(str(path), "it lies outside the checkpoint")
+    if not path.is_file():
+        raise CheckpointDamaged(str(path), "it is missing")
+    size = path.stat().st_size
+    if size != entry.size:
+        raise CheckpointDamaged(str(path), f"it has {size} bytes and was written with {entry.size}")
+    if sha256(path) != entry.sha256:
+        raise CheckpointDamaged(str(path), "its content has changed since it was written (sha256 differs)")
+
+
+@dataclass(slots=True)
+class Loaded:
+    """A checkpoint's training state, read and checked against a session; nothing has been changed yet."""
+
+    state: TrainerState
+    optimizer: dict[str, Any] | None = None
+    scheduler: dict[str, Any] | None = None
+    engine: dict[str, Any] = field(default_factory=dict)
+    gradients: dict[str, torch.Tensor] = field(default_factory=dict)
+    rng_tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    rng: dict[str, Any] = field(default_factory=dict)
+
+
+def read(model: Sessions, session: Session, folder: Path, state: TrainerState) -> Loaded:
+    """Read and check all that ``apply`` will set.
+
+    Raises:
+        CheckpointMismatch: another model, optimizer or scheduler, or weights alone.
+    """
+    if not state.resumable:
+        raise CheckpointMismatch(
+            str(folder), "it holds weights alone (saved without save_optimizer=True); load it with resume_only_model=True"
+        )
+    loaded = Loaded(state)
+    parameters = model.adapters.parameters(session.name)
+    source = str(folder / "optimizer.json")
+    _same("optimizer", source, state.optimizer, session.optimizer, "set_optimizer")
+    _same("scheduler", str(folder / "scheduler.json"), state.scheduler, session.scheduler, "set_lr_scheduler")
+    if session.optimizer is not None:
+        tensors, data = _tensors(folder, "optimizer"), _data(folder, "optimizer")
+        loaded.optimizer = optim.prepare_state(session.optimizer, parameters, tensors, data, source)
+    if session.scheduler is not None:
+        loaded.scheduler = _data(folder, "scheduler")["state"]
+    loaded.engine = _data(folder, "engine") | _tensors(folder, "engine")
+    loaded.gradients = _tensors(folder, "gradients")
+    for name, gradient in loaded.gradients.items():
+        if name not in parameters or parameters[name].shape != gradient.shape:
+            raise CheckpointMismatch(str(folder / "gradients.safetensors"), f"parameter {name} is not here, or of another shape")
+    loaded.rng_tensors, loaded.rng = _tensors(folder, "rng"), _data(folder, "rng")
+    return loaded
+
+
+def _same(part: str, source: str, saved: str | None, live: Any, verb: str) -> None:
+    here = None if live is None else type(live).__name__
+    if saved == here:
+        return
+    if here is None:
+        why = f"it holds the state of the {part} {saved}, and none is set; call {verb}(...) first"
+    elif saved is None:
+        why = f"it holds no {part} state, and {here} is set"
+    else:
+        why = f"it holds the state of {saved}, and the {part} here is {here}"
+    raise CheckpointMismatch(source, f"{why} (or load the weights alone: resume_only_model=True)")
+
+
+def _tensors(folder: Path, stem: str) -> dict[str, torch.Tensor]:
+    path = folder / f"{stem}.safetensors"
+    return load_file(path) if path.is_file() else {}
+
+
+def _data(folder: Path, stem: str) -> dict[str, Any]:
+    path = folder / f"{stem}.json"
+    if not path.is_file():
+        raise CheckpointDamaged(str(path), "it is missing")
+    return json.loads(path.read_text())  # type: ignore[no-any-return]
+
+
+def apply(model: Sessions, session: Session, loaded: Loaded) -> None:
+    """Set everything but the weights. Sets, never adds: twice is once. Random state comes last, so nothing draws after it."""
+    state = loaded.state
+    if session.optimizer is not None:
+        model.engine.zero_grad(session.optimizer)
+        assert loaded.optimizer is not None
+        session.optimizer.load_state_dict(loaded.optimizer)
+    if session.scheduler is not None:
+        session.scheduler.load_state_dict(loaded.scheduler)
+    model.engine.load_state_dict(loaded.engine)
+    for name, parameter in model.adapters.parameters(session.name).items():
+        gradient = loaded.gradients.get(name)
+        parameter.grad = None if gradient is None else gradient.to(parameter.device, parameter.dtype)
+    session.window.load_state_dict(state.window)
+    session.cur_step, session.skipped_steps = state.cur_step, state.skipped_steps
+    session.consumed_train_samples = state.consumed_train_samples
+    rng.restore(loaded.rng_tensors, loaded.rng)

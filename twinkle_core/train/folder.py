@@ -1,0 +1,91 @@
+"""A folder that is whole or absent (no torch)."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from twinkle_core.errors import BadCheckpointName, CheckpointInTheWay, CheckpointNotWritten
+
+#: the file that makes a folder a checkpoint of ours
+STATE_FILE = "trainer_state.json"
+
+
+def target(output_dir: str | Path, name: str) -> Path:
+    """``output_dir/name``, refused where it is not strictly inside.
+
+    Raises:
+        BadCheckpointName: '', '.', an absolute path, or one that climbs out.
+    """
+    root = Path(output_dir)
+    if not isinstance(name, str) or not name.strip() or "\0" in name or Path(name).is_absolute() or ".." in Path(name).parts:
+        raise BadCheckpointName(str(name), str(root))
+    path = root / name
+    inside = path.resolve()
+    if inside == root.resolve() or root.resolve() not in inside.parents:
+        raise BadCheckpointName(name, str(root))
+    return path
+
+
+def sha256(path: Path) -> str:
+    """Hash of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sync(path: Path) -> None:
+    """Ask the disk to keep a file or folder before a rename makes it the truth."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError:
+        if not path.is_dir():  # some file systems refuse it for folders
+            raise
+    finally:
+        os.close(handle)
+
+
+def _swap(temporary: Path, path: Path) -> None:
+    """Put a complete folder in the place of an old one, which stays whole until then."""
+    if not path.exists():
+        temporary.rename(path)
+        return
+    old = path.with_name(f".{path.name}.old-{secrets.token_hex(4)}")
+    path.rename(old)
+    try:
+        temporary.rename(path)
+    except BaseException:
+        old.rename(path)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Gives a temporary sibling to write into; on leaving it is synced and takes the place of ``path``.
+
+    On any exception the temporary folder is removed and what was at ``path`` is untouched.
+
+    Raises:
+        CheckpointInTheWay: something stands there that is not a checkpoint. CheckpointNotWritten: the disk refused.
+    """
+    if path.exists() and not (path / STATE_FILE).is_file() and (not path.is_dir() or any(path.iterdir())):
+        raise CheckpointInTheWay(str(path))
+    temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}-{secrets.token_hex(4)}")
+    try:
+        temporary.mkdir(parents=True)
+        yield temporary
+        for file in sorted(p for p in temporary.rglob("*")):
+            _sync(file)
+        _sync(temporary)
+        _swap(temporary, path)
+        _sync(path.parent)
+    except OSError as error:
+        raise CheckpointNotWritten(str(path), error.strerror or str(error)) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)

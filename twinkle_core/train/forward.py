@@ -1,0 +1,330 @@
+"""The verbs that compute: forward, loss, backward (L2)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from twinkle_core.contracts.adapters import BASE
+from twinkle_core.contracts.engine import GENERATE, Batch
+from twinkle_core.contracts.metric import Metric
+from twinkle_core.contracts.model import Inputs
+from twinkle_core.errors import EmptyBatch, NoForward, NoTemplate, Unsupported
+from twinkle_core.train import losses, micro, normalise
+from twinkle_core.train.prepare import count_rows
+from twinkle_core.train.session import Pending, Session
+from twinkle_core.train.sessions import Sessions, one_at_a_time
+from twinkle_core.types import LossOutput, ModelOutput
+
+
+class ForwardVerbs(Sessions):
+    """forward, forward_only, calculate_loss, backward, forward_backward, generate."""
+
+    @one_at_a_time
+    def forward(
+        self,
+        inputs: Inputs,
+        *,
+        adapter_name: str | None = None,
+        return_logits: bool = True,
+        temperature: float = 1.0,
+        task: str = "causal_lm",
+    ) -> ModelOutput:
+        """Forward with gradients; kept for ``calculate_loss`` and ``backward`` of the same adapter.
+
+        Args:
+            inputs: encoded rows, one collated batch, or conversations.
+            return_logits: whether the ``[B, T, V]`` logits are wanted; without them long rows cost far less memory.
+            temperature: logits are divided by it before logps and entropies are taken.
+            task: what the model is asked for (``causal_lm``, ``embedding``, …), as far as the backend knows it.
+
+        Raises:
+            Unsupported: the backend cannot split a step. EmptyBatch, NoTemplate, BadInputs.
+        """
+        session = self._session(adapter_name)
+        self._must_split("forward")
+        loss = self._loss(session)
+        rows = self._encode(session, inputs)
+        labelled = losses.has_labels(rows)
+        needs = losses.engine_needs(loss, session.metrics[True], logits=return_logits, labelled=labelled)
+        (batch,) = self.engine.prepare(self._resolved(session), rows)
+        with self.adapters.activate(session.name):
+            output = self.engine.forward(batch, needs, train=True, temperature=temperature, task=task)
+        session.pending[True] = [Pending(batch, output)]
+        return _shown(output, return_logits)
+
+    @one_at_a_time
+    def forward_only(
+        self,
+        inputs: Inputs,
+        *,
+        adapter_name: str | None = None,
+        disable_lora: bool = False,
+        return_logits: bool = True,
+        temperature: float = 1.0,
+        task: str = "causal_lm",
+        micro_batch_size: int | None = None,
+    ) -> ModelOutput:
+        """Forward without graph and dropout; training flags are put back, also after an exception.
+
+        Metrics for evaluation take it in where labels are there, except with ``disable_lora``, whose outputs are the base model's.
+        A training forward that waits for its backward is not touched.
+
+        Args:
+            inputs: encoded rows, one collated batch, or conversations.
+            disable_lora: the base model without any adapter.
+            return_logits, temperature, task: as for ``forward``.
+            micro_batch_size: rows at a time; the outputs are joined in row order.
+        """
+        session = self._session(adapter_name)
+        loss = self._loss(session)
+        rows = self._encode(session, inputs)
+        labelled = losses.has_labels(rows)
+        metrics = [] if disable_lora else [m for m in session.metrics[False] if labelled or not m.needs]
+        needs = losses.engine_needs(loss, metrics, logits=return_logits, labelled=labelled)
+        batches = self.engine.prepare(self._resolved(session), rows, micro_batch_size=micro_batch_size)
+        wants_loss = any("loss" in m.needs for m in metrics) and losses.complete_without_args(loss)
+        parts: list[tuple[Mapping[str, Any], ModelOutput]] = []
+        pending: list[Pending] = []
+
+        def keep(batch: Batch, output: ModelOutput) -> LossOutput:
+            """Not a loss: takes the output, gives back nothing to go back through."""
+            if batch.dummy:
+                return LossOutput(torch.zeros(()), 0.0)
+            value = losses.call(loss, batch, output) if wants_loss else None
+            self._measure(metrics, batch, output, value)
+            parts.append((batch.inputs, output))
+            kept = ModelOutput({k: v for k, v in output.items() if k in loss.needs or k == "output_layer"})
+            pending.append(Pending(batch, kept, value))
+            return value or LossOutput(torch.zeros(()), 0.0)
+
+        with self.adapters.activate(BASE if disable_lora else session.name):
+            self.engine.run_schedule(batches, needs, keep, train=False, temperature=temperature, task=task)
+        session.pending[False] = pending
+        if not parts:
+            return ModelOutput()
+        left = getattr(self._or_base(session, "processor"), "padding_side", "right") == "left"
+        return _shown(ModelOutput(micro.join(parts, pad_left=left)), return_logits)
+
+    @one_at_a_time
+    def calculate_loss(self, *, adapter_name: str | None = None, **loss_args: Any) -> float:
+        """The loss (mean per item) of this adapter's training forward that waits for its backward, else of its last
+        ``forward_only``. Waits for the device.
+
+        Args:
+            loss_args: for the loss; a training forward that has its loss is computed anew only when some are given.
+
+        Raises:
+            NoForward, NoLabels, WrongArgument.
+        """
+        session = self._session(adapter_name)
+        waiting = session.pending.get(True) or session.pending.get(False)
+        if not waiting:
+            raise NoForward("calculate_loss", session.name)
+        with self.adapters.activate(session.name):
+            self._losses_of(session, waiting, loss_args)
+        total = weight = 0.0
+        for part in waiting:
+            assert part.loss is not None
+            total, weight = total + float(part.loss.sum.detach()), weight + float(part.loss.weight)
+        return total / weight if weight else total
+
+    @one_at_a_time
+    def backward(self, *, adapter_name: str | None = None) -> None:
+        """Gradients of the last training forward; its loss is computed if ``calculate_loss`` was not called. Counts one.
+
+        Raises:
+            NoForward: there is none, or its backward is done. WindowNotStepped.
+        """
+        session = self._session(adapter_name)
+        self._must_split("backward")
+        waiting = session.pending.get(True)
+        if not waiting:
+            raise NoForward("backward", session.name)
+        session.window.check_backward()
+        (part,) = waiting
+        with self.adapters.activate(session.name):
+            self._losses_of(session, waiting, {})
+            assert part.loss is not None
+            self._begin(session)
+            with self._or_drop(session) as progress:
+                progress.append(True)
+                self.engine.backward(part.loss.sum, sync=session.window.due_after_next())
+        del session.pending[True]
+        session.window.add(_weight(part.loss))
+        session.last_loss = normalise.mean_of(part.loss)
+        self._measure(session.metrics[True], part.batch, part.output, part.loss)
+
+    @one_at_a_time
+    def forward_backward(
+        self,
+        inputs: Inputs,
+        *,
+        adapter_name: str | None = None,
+        micro_batch_size: int | None = None,
+        gradient_accumulation_steps: int | None = None,
+        temperature: float = 1.0,
+        task: str = "causal_lm",
+        **loss_args: Any,
+    ) -> torch.Tensor | float:
+        """Forward, loss and backward. Counts one towards the window, however many pieces ``micro_batch_size`` cuts it into.
+
+        Args:
+            inputs: encoded rows, one collated batch, or conversations.
+            micro_batch_size: rows of a micro-batch; groups of the loss stay together.
+            gradient_accumulation_steps: becomes the session's.
+            temperature, task: as for ``forward``.
+            loss_args: for the loss; tensors and lists of the rows' length are cut with the rows.
+
+        Returns:
+            Mean loss per item over the rows given: a detached 0-d tensor (no device synchronisation); 0 when nothing is
+            labelled.
+
+        Raises:
+            NoLabels, NoTemplate, EmptyBatch, BadInputs, WrongArgument, WindowSizeChanged, WindowNotStepped: nothing was
+            changed. What a loss or model raises leaves the window as it was if no backward had run; otherwise the window's
+            gradients are dropped, and a note on the exception says so.
+        """
+        session = self._session(adapter_name)
+        loss = self._loss(session)
+        losses.check_args(loss, loss_args)
+        rows = self._encode(session, inputs, loss_args)
+        losses.check_labels(loss, rows)
+        session.window.check_size(gradient_accumulation_steps)
+        session.window.check_backward()
+        batches = self.engine.prepare(
+            self._resolved(session), rows, micro_batch_size=micro_batch_size, loss_args=loss_args
+        )
+        session.window.resize(gradient_accumulation_steps)
+        needs = losses.engine_needs(loss, session.metrics[True])
+        sums: list[LossOutput] = []
+
+        with self.adapters.activate(session.name):
+            self._begin(session)
+            with self._or_drop(session) as progress:
+
+                def loss_fn(batch: Batch, output: ModelOutput) -> LossOutput:
+                    value = losses.call(loss, batch, output)
+                    if not batch.dummy:
+                        self._measure(session.metrics[True], batch, output, value)
+                    sums.append(LossOutput(value.sum.detach(), _weight(value)))
+                    progress.append(True)
+                    return value
+
+                self.engine.run_schedule(
+                    batches, needs, loss_fn, sync=session.window.due_after_next(), temperature=temperature, task=task
+                )
+        return self._count(session, sums)
+
+    @one_at_a_time
+    def generate(
+        self, inputs: Inputs, *, adapter_name: str | None = None, disable_lora: bool = False, **kwargs: Any
+    ) -> list[str]:
+        """Completions, one text for each row.
+
+        Args:
+            inputs: conversations (encoded up to the assistant's turn) or encoded prompts.
+            disable_lora: the base model without any adapter.
+            kwargs: the backend's (``max_new_tokens``, ``temperature``, …).
+
+        Raises:
+            Unsupported: the backend does not generate. NoTemplate: there is none to decode with.
+        """
+        session = self._session(adapter_name)
+        if GENERATE not in self.engine.capabilities:
+            raise Unsupported("generate", type(self.engine).__name__, "a sampler")
+        template = self._or_base(session, "template")
+        if template is None:
+            raise NoTemplate(session.name)
+        rows = self._encode(session, inputs, add_generation_prompt=True)
+        if isinstance(rows, Mapping):
+            rows = [micro.cut_batch(rows, range(i, i + 1)) for i in range(count_rows(rows))]
+        if not rows:
+            raise EmptyBatch
+        with self.adapters.activate(BASE if disable_lora else session.name):
+            return list(template.batch_decode(self.engine.generate(rows, **kwargs)))
+
+    # ------------------------------------------------------------------------------------------------ inside
+
+    def _losses_of(self, session: Session, waiting: list[Pending], loss_args: Mapping[str, Any]) -> None:
+        """Compute what is missing of the losses of a forward."""
+        loss = self._loss(session)
+        if all(part.loss is not None for part in waiting) and not loss_args:
+            return
+        losses.check_args(loss, loss_args)
+        rows = sum(len(part.batch.rows) for part in waiting)
+        for part in waiting:
+            losses.check_labels(loss, part.batch.inputs)
+            at = range(part.batch.rows[0], part.batch.rows[-1] + 1) if part.batch.rows else range(0)
+            args = micro.cut_args(loss_args, at, rows, self.engine.device)
+            part.loss = losses.call(loss, Batch(part.batch.inputs, part.batch.rows, args, part.batch.dummy), part.output)
+
+    def _begin(self, session: Session) -> None:
+        """Begin a window if the last one is finished; it starts with no gradient left."""
+        if session.window.begin():
+            self._clear(session)
+
+    def _clear(self, session: Session) -> None:
+        if session.optimizer is not None:
+            self.engine.zero_grad(session.optimizer)
+        for parameter in self.adapters.parameters(session.name).values():
+            parameter.grad = None  # also of a session that has no optimizer yet
+
+    @contextmanager
+    def _or_drop(self, session: Session) -> Iterator[list[bool]]:
+        """Where a backward may have run when something fails, the window's gradients are no sum of whole batches: drop them.
+
+        Gives a list; empty means that no backward can have run.
+        """
+        progress: list[bool] = []
+        try:
+            yield progress
+        except BaseException as error:
+            if progress:
+                lost = session.window.count
+                session.window.reset()
+                self._clear(session)
+                session.pending.pop(True, None)
+                error.add_note(
+                    f"twinkle: a backward had begun, so the gradients of this accumulation window ({lost} backward(s) before this "
+                    f"one) were dropped; weights and optimizer are unchanged"
+                )
+            raise
+
+    def _count(self, session: Session, sums: list[LossOutput]) -> torch.Tensor:
+        """Add one call to the window. Returns its mean loss, without waiting for the device."""
+        device = self.engine.device
+        total = torch.zeros((), dtype=normalise.exact_dtype(device), device=device)
+        weight = torch.zeros_like(total)
+        for part in sums:
+            total += part.sum
+            weight += part.weight
+        total, weight = self.engine.from_last_stage(torch.stack([total, weight])).unbind()
+        session.window.add(weight)
+        session.last_loss = normalise.mean(total, weight)
+        return session.last_loss  # type: ignore[no-any-return]
+
+    @staticmethod
+    def _measure(metrics: list[Metric], batch: Batch, output: ModelOutput, loss: LossOutput | None) -> None:
+        """Hand one micro-batch to metrics."""
+        if not metrics:
+            return
+        seen = ModelOutput({k: v.detach() if isinstance(v, torch.Tensor) else v for k, v in output.items()})
+        if loss is not None:
+            seen["loss"], seen["num_items"] = normalise.mean_of(loss), loss.weight
+            seen["loss_metrics"] = loss.metrics or {}
+        for metric in metrics:
+            metric.accumulate(batch.inputs, seen)
+
+
+def _weight(loss: LossOutput) -> Any:
+    return loss.weight.detach() if isinstance(loss.weight, torch.Tensor) else loss.weight
+
+
+def _shown(output: ModelOutput, logits: bool) -> ModelOutput:
+    """A copy for the caller: what they do to it does not reach what is kept."""
+    return ModelOutput({k: v for k, v in output.items() if logits or k != "logits"})
+

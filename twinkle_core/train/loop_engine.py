@@ -1,0 +1,201 @@
+"""Core's engine for backends that can split a step (L2): a for loop over micro-batches, torch optimizers, a gradient scaler."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from twinkle_core.contracts.engine import SPLIT_STEP, Batch, Engine, LossFn
+from twinkle_core.mesh import DeviceMesh
+from twinkle_core.train import optim, prepare
+from twinkle_core.train.session import Session
+from twinkle_core.types import InputFeature
+
+
+@contextlib.contextmanager
+def evaluating(module: torch.nn.Module) -> Iterator[None]:
+    """No gradients and no dropout inside; on leaving, the training flag of each submodule is what it was.
+
+    ``no_grad`` and not inference mode: its outputs may be used in a later loss (reference logps), and caches that a model
+    fills meanwhile (rotary tables) in later training. Inference tensors may not.
+    """
+    training = [m for m in module.modules() if m.training]
+    for m in training:
+        m.training = False
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for m in training:
+            m.training = True
+
+
+class _Window:
+    """What an engine remembers of one optimizer's window between ``finish_grads`` and ``zero_grad``."""
+
+    __slots__ = ("finite", "norm")
+
+    def __init__(self, norm: torch.Tensor, finite: bool) -> None:
+        self.norm, self.finite = norm, finite
+
+
+class LoopEngine(Engine):
+    """One forward and one backward after the other. A backend overrides ``forward``, and what differs.
+
+    Args:
+        module: what is trained; its training flags are set aside in ``forward_only``. Put it in training mode yourself.
+        mesh: default one rank.
+        device: default that of the module's first parameter.
+        scaler: a gradient scaler for fp16; an overflow then skips the update, whatever ``on_nonfinite`` says.
+        on_nonfinite: what NaN or infinite gradients do: ``raise``, or ``skip`` the update.
+    """
+
+    capabilities = frozenset({SPLIT_STEP})
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        *,
+        mesh: DeviceMesh | None = None,
+        device: torch.device | str | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+        on_nonfinite: Literal["raise", "skip"] = "raise",
+    ) -> None:
+        self.module = module
+        self.mesh = mesh or DeviceMesh.from_sizes()
+        first = next(module.parameters(), None)
+        self.device = torch.device(device) if device is not None else first.device if first is not None else torch.device("cpu")
+        self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        self.on_nonfinite = "skip" if self.scaler is not None else on_nonfinite
+        self._windows: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Window] = weakref.WeakKeyDictionary()
+        self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+
+    # ------------------------------------------------------------------------------------------------ computing
+
+    def prepare(
+        self,
+        session: Session,
+        rows: Sequence[InputFeature] | InputFeature,
+        *,
+        micro_batch_size: int | None = None,
+        loss_args: Mapping[str, Any] | None = None,
+    ) -> list[Batch]:
+        assert session.processor is not None  # core resolves what falls back to the base before it calls an engine
+        own = len(prepare.cuts(rows, session.loss, micro_batch_size))
+        agreed = max(self.gather_objects(own))
+        return prepare.prepare(
+            rows,
+            device=self.device,
+            processor=session.processor,
+            loss=session.loss,
+            micro_batch_size=micro_batch_size,
+            loss_args=loss_args,
+            at_least=agreed if agreed > own else 1,
+        )
+
+    def run_schedule(
+        self,
+        batches: Sequence[Batch],
+        needs: frozenset[str],
+        loss_fn: LossFn,
+        *,
+        train: bool = True,
+        sync: bool = True,
+        temperature: float = 1.0,
+        task: str = "causal_lm",
+    ) -> None:
+        with contextlib.nullcontext() if train else evaluating(self.module):
+            for i, batch in enumerate(batches):
+                output = self.forward(batch, needs, train=train, temperature=temperature, task=task)
+                loss = loss_fn(batch, output)
+                if train:
+                    del output  # its tensors are the graph's now; nothing else may keep them alive during backward
+                    self.backward(loss.sum, sync=sync and i == len(batches) - 1)
+
+    def backward(self, loss_sum: torch.Tensor, *, sync: bool = True) -> None:
+        scaled = loss_sum if self.scaler is None else self.scaler.scale(loss_sum)
+        scaled.backward()
+
+    # ------------------------------------------------------------------------------------------------ optimizing
+
+    def make_optimizer(
+        self, cls: Any, parameters: Mapping[str, torch.nn.Parameter], kwargs: Mapping[str, Any]
+    ) -> torch.optim.Optimizer:
+        optimizer = optim.build(cls, parameters, kwargs)
+        self._optimizers.add(optimizer)
+        return optimizer
+
+    def finish_grads(self, optimizer: torch.optim.Optimizer, scale: torch.Tensor | float) -> bool:
+        grads = gradients(optimizer)
+        if self.scaler is not None and grads:
+            self.scaler.unscale_(optimizer)
+        if grads:
+            torch._foreach_mul_(grads, scale)
+        norm = get_total_norm(grads, 2.0)
+        # The one synchronisation of a window besides its weight. A norm that overflowed is not yet a gradient that did.
+        finite = math.isfinite(norm.item()) or all(bool(torch.isfinite(g).all()) for g in grads)
+        self._windows[optimizer] = _Window(norm, finite)
+        return finite
+
+    def clip(self, optimizer: torch.optim.Optimizer, max_norm: float, norm_type: float) -> torch.Tensor:
+        grads = gradients(optimizer)
+        window = self._windows.get(optimizer)
+        norm = window.norm if window is not None and norm_type == 2 else get_total_norm(grads, norm_type)
+        if norm.item() > max_norm:  # known on the host already, so the usual step writes its gradients once, not twice
+            owners = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+            clip_grads_with_norm_(owners, max_norm, norm)
+        return norm
+
+    def update(self, optimizer: torch.optim.Optimizer) -> bool:
+        window = self._windows.get(optimizer)
+        finite = window is None or window.finite
+        if self.scaler is not None:
+            self._scaler_step(optimizer)
+        elif finite:
+            optimizer.step()
+        return finite
+
+    def _scaler_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Step and update the scaler. Open windows of other optimizers follow a new scale, which is exact: a power of two."""
+        scaler = self.scaler
+        assert scaler is not None
+        if not gradients(optimizer):  # the scaler refuses an optimizer in which it saw no gradient
+            return
+        before = scaler.get_scale()
+        scaler.step(optimizer)
+        scaler.update()
+        after = scaler.get_scale()
+        if after != before:
+            for other in self._optimizers:
+                if other is not optimizer and other not in self._windows and (grads := gradients(other)):
+                    torch._foreach_mul_(grads, after / before)
+
+    def zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad(set_to_none=True)
+        window = self._windows.pop(optimizer, None)
+        if window is not None and self.scaler is not None:
+            # a window that was unscaled and then given up: the scaler must forget that it saw it
+            self.scaler._per_optimizer_states.pop(id(optimizer), None)
+
+    # ------------------------------------------------------------------------------------------------ state
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self.scaler is None else {"scaler": dict(self.scaler.state_dict())}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if self.scaler is not None and "scaler" in state:
+            self.scaler.load_state_dict(dict(state["scaler"]))
+
+    def describe(self) -> dict[str, Any]:
+        return {"model": type(self.module).__name__, "device": str(self.device)}
+
+
+def gradients(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """The gradients that are there."""
+    return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]

@@ -1,0 +1,117 @@
+"""Calling a loss: what it needs, what it may be given, what it must return (L2)."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from twinkle_core import arguments
+from twinkle_core.contracts.engine import Batch
+from twinkle_core.contracts.loss import Loss
+from twinkle_core.contracts.metric import Metric
+from twinkle_core.errors import BadLossResult, NoLabels
+from twinkle_core.types import InputFeature, LossOutput, ModelOutput
+
+#: outputs that are computed from labels
+FROM_LABELS = frozenset({"logps", "entropies", "predictions"})
+#: outputs that core itself adds, for metrics
+OF_CORE = frozenset({"loss", "num_items", "loss_metrics"})
+
+
+class FunctionLoss(Loss):
+    """A plain function ``(inputs, outputs, **loss_args)`` as a loss.
+
+    It returns a scalar tensor, which counts as the mean of a micro-batch (weight 1, scope ``batch``), or ``LossOutput``. It may carry
+    the attributes ``needs``, ``scope``, ``token_local`` and ``groups`` of a Loss; without ``needs`` it gets ``logits``.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+        self.needs = frozenset(getattr(function, "needs", {"logits"}))  # type: ignore[misc]
+        self.scope = getattr(function, "scope", "batch")  # type: ignore[misc]
+        self.token_local = bool(getattr(function, "token_local", False))  # type: ignore[misc]
+        self.__name__ = getattr(function, "__name__", type(function).__name__)
+
+    def groups(self, rows: Any) -> list[int]:
+        grouping = getattr(self.function, "groups", None)
+        return grouping(rows) if grouping is not None else [1] * len(rows)
+
+    def __call__(self, inputs: InputFeature, outputs: ModelOutput, **loss_args: Any) -> LossOutput:
+        result = self.function(inputs, outputs, **loss_args)
+        if isinstance(result, torch.Tensor) and result.dim() == 0:
+            return LossOutput(result, 1.0)
+        return result  # type: ignore[no-any-return]  # checked where it is called
+
+
+def name_of(loss: Loss) -> str:
+    """How errors and tables call a loss."""
+    return str(getattr(loss, "__name__", type(loss).__name__))
+
+
+def _target(loss: Loss) -> Callable[..., Any]:
+    return loss.function if type(loss) is FunctionLoss else loss
+
+
+def check_args(loss: Loss, loss_args: Mapping[str, Any]) -> None:
+    """Raise WrongArgument or MissingArgument before anything runs."""
+    arguments.check(_target(loss), loss_args, name_of(loss), positional=2, complete=True)
+
+
+def complete_without_args(loss: Loss) -> bool:
+    """Whether a loss can be called with inputs and outputs alone."""
+    try:
+        parameters = list(inspect.signature(_target(loss)).parameters.values())[2:]
+    except (ValueError, TypeError):
+        return True
+    return all(p.default is not p.empty or p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL) for p in parameters)
+
+
+def engine_needs(loss: Loss | None, metrics: Iterable[Metric], *, logits: bool = False, labelled: bool = True) -> frozenset[str]:
+    """The union of what loss and metrics read, and nothing else; without labels, nothing that is computed from them."""
+    needs = set(loss.needs) if loss is not None else set()
+    for metric in metrics:
+        needs |= metric.needs
+    if logits:
+        needs.add("logits")
+    return frozenset(needs - OF_CORE) - (frozenset() if labelled else FROM_LABELS)
+
+
+def check_labels(loss: Loss, rows: Any) -> None:
+    """Raise NoLabels if the loss is computed from labels and some row has none."""
+    if not loss.needs & (FROM_LABELS | {"labels"}):
+        return
+    for row in [rows] if isinstance(rows, Mapping) else rows:
+        if row.get("labels") is None:
+            raise NoLabels(name_of(loss), sorted(row))
+
+
+def has_labels(rows: Any) -> bool:
+    """Whether all rows carry labels."""
+    return all(row.get("labels") is not None for row in ([rows] if isinstance(rows, Mapping) else rows))
+
+
+def call(loss: Loss, batch: Batch, output: ModelOutput) -> LossOutput:
+    """The loss of one micro-batch, checked. The stand-in of a rank without rows has weight 0 and still a graph.
+
+    Raises:
+        BadLossResult.
+    """
+    if batch.dummy:
+        return LossOutput(_zero(output), 0.0)
+    result = loss(batch.inputs, output, **batch.loss_args)
+    if not isinstance(result, LossOutput):
+        what = f"a tensor {list(result.shape)}" if isinstance(result, torch.Tensor) else type(result).__name__
+        raise BadLossResult(name_of(loss), what)
+    if not isinstance(result.sum, torch.Tensor) or result.sum.dim() != 0:
+        shape = f"a tensor {list(result.sum.shape)}" if isinstance(result.sum, torch.Tensor) else type(result.sum).__name__
+        raise BadLossResult(name_of(loss), f"LossOutput whose sum is {shape}, not a scalar tensor")
+    return result
+
+
+def _zero(output: ModelOutput) -> torch.Tensor:
+    """0 with a graph through every output that has one, so that collectives inside backward meet on all ranks."""
+    parts = [v.sum() * 0 for v in output.values() if isinstance(v, torch.Tensor) and v.requires_grad]
+    return torch.stack([p.float() for p in parts]).sum() if parts else torch.zeros(())

@@ -1,0 +1,39 @@
+"""The random state of a process: Python, numpy, torch, accelerators (L2)."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+
+def capture() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Random state as tensors and plain data. numpy's is taken only where numpy is in use."""
+    tensors = {"torch": torch.get_rng_state()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        tensors |= {f"cuda/{i}": state for i, state in enumerate(torch.cuda.get_rng_state_all())}
+    version, numbers, gauss = random.getstate()
+    data: dict[str, Any] = {"python": [version, list(numbers), gauss]}
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        kind, keys, position, has_gauss, cached = numpy.random.get_state(legacy=True)
+        data["numpy"] = [str(kind), [int(k) for k in keys], int(position), int(has_gauss), float(cached)]
+    return tensors, data
+
+
+def restore(tensors: Mapping[str, torch.Tensor], data: Mapping[str, Any]) -> None:
+    """Put back ``capture()``. Devices that are not here now are left out."""
+    version, numbers, gauss = data["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    if "numpy" in data:
+        import numpy
+
+        kind, keys, position, has_gauss, cached = data["numpy"]
+        numpy.random.set_state((kind, numpy.array(keys, dtype=numpy.uint32), position, has_gauss, cached))
+    torch.set_rng_state(tensors["torch"])
+    for i in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        if f"cuda/{i}" in tensors:
+            torch.cuda.set_rng_state(tensors[f"cuda/{i}"], i)

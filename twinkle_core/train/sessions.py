@@ -1,0 +1,131 @@
+"""The sessions of one model: whose call it is, one call at a time (L2)."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+from twinkle_core import names
+from twinkle_core.contracts.adapters import BASE, AdapterStore
+from twinkle_core.contracts.engine import SPLIT_STEP, Engine
+from twinkle_core.contracts.loss import Loss
+from twinkle_core.errors import EmptyBatch, NoTemplate, RowsChanged, UnknownAdapter, Unsupported, WhichAdapter
+from twinkle_core.train.micro import of_rows
+from twinkle_core.train.prepare import Rows, as_rows
+from twinkle_core.train.session import Session
+
+if TYPE_CHECKING:
+    from twinkle_core.contracts.patch import Patch
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+#: the enclosing ``adapter()`` contexts, as (id of the model, name): of this thread or task alone
+_CHOSEN: ContextVar[tuple[tuple[int, str], ...]] = ContextVar("twinkle_adapter", default=())
+
+
+def one_at_a_time(verb: F) -> F:
+    """Hold the model's lock: threads that call at once never meet inside a verb."""
+
+    @functools.wraps(verb)
+    def locked(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with self._lock:
+            return verb(self, *args, **kwargs)
+
+    return cast(F, locked)
+
+
+class Sessions:
+    """Engine, store and sessions, and which session a call means. The verbs stand on this.
+
+    Args:
+        engine: how to compute.
+        adapters: whose weights.
+    """
+
+    def __init__(self, engine: Engine, adapters: AdapterStore) -> None:
+        self.engine, self.adapters = engine, adapters
+        self.sessions: dict[str, Session] = {BASE: Session(BASE)}
+        self.patches: list[Patch] = []
+        self._lock = threading.RLock()
+        for name in adapters.names():
+            self.sessions[name] = Session(name)
+
+    @contextlib.contextmanager
+    def adapter(self, name: str) -> Iterator[str]:
+        """Inside, verbs without ``adapter_name`` mean this adapter. Of this thread alone; nests."""
+        self._session(name)
+        token = _CHOSEN.set((*_CHOSEN.get(), (id(self), name)))
+        try:
+            yield name
+        finally:
+            _CHOSEN.reset(token)
+
+    def _session(self, adapter_name: str | None) -> Session:
+        """The session that a call means.
+
+        Raises:
+            UnknownAdapter, WhichAdapter.
+        """
+        if adapter_name is None:
+            chosen = [name for model, name in _CHOSEN.get() if model == id(self)]
+            live = [name for name in self.sessions if name != BASE]
+            if not chosen and len(live) > 1:
+                raise WhichAdapter(live)
+            adapter_name = chosen[-1] if chosen else live[0] if live else BASE
+        session = self.sessions.get(adapter_name)
+        if session is None:
+            live = [name for name in self.sessions if name != BASE]
+            raise UnknownAdapter(adapter_name, names.closest(adapter_name, live), live)
+        return session
+
+    def _or_base(self, session: Session, part: str) -> Any:
+        """A loss, template or processor of the session, else the base's."""
+        own = getattr(session, part)
+        return own if own is not None else getattr(self.sessions[BASE], part)
+
+    def _loss(self, session: Session) -> Loss:
+        """The loss of a session; cross entropy where none was set."""
+        loss = self._or_base(session, "loss")
+        if loss is None:
+            from twinkle_core.losses.cross_entropy import CrossEntropyLoss
+
+            loss = self.sessions[BASE].loss = CrossEntropyLoss()
+        return loss  # type: ignore[no-any-return]
+
+    def _resolved(self, session: Session) -> Session:
+        """What an engine's ``prepare`` sees: a view of the session in which nothing falls back any more."""
+        processor = self._or_base(session, "processor")
+        if processor is None:
+            from twinkle_core.processors.input import InputProcessor
+
+            processor = self.sessions[BASE].processor = InputProcessor()
+        return Session(session.name, self._loss(session), self._or_base(session, "template"), processor, session.optimizer)
+
+    def _encode(self, session: Session, inputs: Any, loss_args: Mapping[str, Any] | None = None, **how: Any) -> Rows:
+        """Inputs as encoded rows or a collated batch; raw trajectories go through the session's template.
+
+        Raises:
+            NoTemplate, EmptyBatch, BadInputs, RowsChanged.
+        """
+        rows = as_rows(inputs)
+        if isinstance(rows, Mapping) or not any("messages" in row and "input_ids" not in row for row in rows):
+            return rows
+        template = self._or_base(session, "template")
+        if template is None:
+            raise NoTemplate(session.name)
+        encoded = template.batch_encode(rows, **how)
+        if not encoded:
+            raise EmptyBatch(len(rows))
+        if len(encoded) != len(rows):
+            aligned = next((k for k, v in (loss_args or {}).items() if of_rows(v, len(rows))), None)
+            if aligned is not None:
+                raise RowsChanged(aligned, len(rows), len(encoded))
+        return encoded  # type: ignore[no-any-return]
+
+    def _must_split(self, verb: str) -> None:
+        if SPLIT_STEP not in self.engine.capabilities:
+            raise Unsupported(verb, type(self.engine).__name__, "forward_backward(), which does forward, loss and backward at once")

@@ -1,0 +1,174 @@
+"""The verbs that set a session up, and those that tell about it (L2)."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from typing import Any
+
+from twinkle_core import arguments, plugins, registry
+from twinkle_core.contracts.adapters import BASE
+from twinkle_core.contracts.loss import Loss
+from twinkle_core.contracts.metric import Metric
+from twinkle_core.contracts.patch import Patch
+from twinkle_core.contracts.processor import Processor
+from twinkle_core.contracts.template import Template
+from twinkle_core.errors import BadAdapter, BadScheduler, DuplicateAdapter, NoOptimizer, WindowNotStepped
+from twinkle_core.log import get_logger
+from twinkle_core.train import losses, optim, report
+from twinkle_core.train.session import Session
+from twinkle_core.train.sessions import Sessions, one_at_a_time
+
+
+class SetupVerbs(Sessions):
+    """set_*, add_metric, calculate_metric, apply_patch, adapters, get_train_configs."""
+
+    @one_at_a_time
+    def set_loss(self, loss_cls: Any, *, adapter_name: str | None = None, **kwargs: Any) -> None:
+        """A Loss, its class, its name, or a callable ``(inputs, outputs, **loss_args)`` that returns a mean or LossOutput.
+
+        Args:
+            kwargs: for its constructor; checked here, not at the first step.
+        """
+        session = self._session(adapter_name)
+        spec = registry.resolve("loss", loss_cls)
+        plain = callable(spec) and not inspect.isclass(spec) and not isinstance(spec, Loss)
+        built = registry.build("loss", spec if plain else loss_cls, kwargs, contract=None if plain else Loss)
+        session.loss = losses.FunctionLoss(built) if plain else built
+        for waiting in session.pending.values():
+            for part in waiting:
+                part.loss = None
+
+    @one_at_a_time
+    def set_optimizer(self, optimizer_cls: Any = "adamw", *, adapter_name: str | None = None, **kwargs: Any) -> None:
+        """An optimizer over this adapter's trainable parameters.
+
+        Args:
+            optimizer_cls: a name, a class, a function ``(parameters, **kwargs)``, or an optimizer over parameters of this adapter.
+            kwargs: for it. Defaults: lr 1e-5, weight_decay 0.01, none on biases and norms.
+
+        Raises:
+            WrongArgument, NoTrainableParameters, BadOptimizer.
+        """
+        session = self._session(adapter_name)
+        if session.window.normalised and not session.window.finished:
+            raise WindowNotStepped(session.window.count)
+        spec = registry.resolve("optimizer", optimizer_cls)
+        parameters = self.adapters.parameters(session.name)
+        if callable(spec) and not hasattr(spec, "param_groups"):
+            optim.check_kwargs(spec, kwargs)
+            with self.adapters.activate(session.name):
+                built = self.engine.make_optimizer(spec, parameters, kwargs)
+        else:
+            built = registry.build("optimizer", spec, kwargs)
+            optim.check_usable(built)
+            optim.check_covers(built, parameters)
+        if session.scheduler is not None:
+            get_logger().warning("the scheduler belonged to the optimizer before; call set_lr_scheduler again")
+            session.scheduler = None
+        session.optimizer = built
+
+    @one_at_a_time
+    def set_lr_scheduler(self, scheduler_cls: Any, *, adapter_name: str | None = None, **kwargs: Any) -> None:
+        """A scheduler, its class or its name. Its steps are optimizer updates, never micro-batches.
+
+        Raises:
+            NoOptimizer: set_optimizer comes first. WrongArgument, BadScheduler.
+        """
+        session = self._session(adapter_name)
+        if session.optimizer is None:
+            raise NoOptimizer("set_lr_scheduler", session.name, self.sessions[BASE].optimizer is not None)
+        spec = registry.resolve("scheduler", scheduler_cls)
+        if inspect.isclass(spec) or (callable(spec) and not hasattr(spec, "get_last_lr")):
+            arguments.check(spec, kwargs, positional=1, complete=True)
+            session.scheduler = spec(session.optimizer, **kwargs)
+            return
+        built = registry.build("scheduler", spec, kwargs)
+        if getattr(built, "optimizer", None) is not session.optimizer:
+            raise BadScheduler(type(built).__name__, "it was made for another optimizer; give its class, with its arguments")
+        session.scheduler = built
+
+    @one_at_a_time
+    def set_template(self, template_cls: Any, *, adapter_name: str | None = None, **kwargs: Any) -> None:
+        """A Template, its class or its name."""
+        session = self._session(adapter_name)
+        session.template = registry.build("template", template_cls, kwargs, contract=Template)
+
+    @one_at_a_time
+    def set_processor(self, processor_cls: Any, *, adapter_name: str | None = None, **kwargs: Any) -> None:
+        """A Processor, its class or its name."""
+        session = self._session(adapter_name)
+        session.processor = registry.build("processor", processor_cls, kwargs, contract=Processor)
+
+    @one_at_a_time
+    def add_metric(
+        self, metric_cls: Any, is_training: bool | None = None, *, adapter_name: str | None = None, **kwargs: Any
+    ) -> None:
+        """A Metric, its class or its name.
+
+        Args:
+            is_training: True: of training calls; False: of ``forward_only``; None: one for each (of an instance, a copy).
+        """
+        session = self._session(adapter_name)
+        metric: Metric = registry.build("metric", metric_cls, kwargs, contract=Metric)
+        if is_training is not False:
+            session.metrics[True].append(metric)
+        if is_training is not True:
+            session.metrics[False].append(copy.deepcopy(metric) if is_training is None else metric)
+
+    @one_at_a_time
+    def calculate_metric(self, is_training: bool = True, *, adapter_name: str | None = None) -> dict[str, float]:
+        """Numbers of all metrics of a mode: states are reduced over data ranks, computed, and reset."""
+        session = self._session(adapter_name)
+        numbers: dict[str, float] = {}
+        for metric in session.metrics[is_training]:
+            states = self.engine.gather_objects(metric.state())
+            metric.reset()
+            for state in states:
+                metric.merge(state)
+            numbers |= metric.calculate()
+            metric.reset()
+        plugins.hooks().twinkle_metrics_logged(step=session.cur_step, metrics=numbers)
+        return numbers
+
+    @one_at_a_time
+    def apply_patch(self, patch_cls: Any, **kwargs: Any) -> None:
+        """A Patch, its class or its name; model-wide."""
+        patch = registry.build("patch", patch_cls, kwargs, contract=Patch)
+        patch.apply(self)
+        self.patches.append(patch)
+
+    @one_at_a_time
+    def add_adapter_to_model(
+        self, adapter_name: str, config_or_dir: Any, *, gradient_accumulation_steps: int | None = None
+    ) -> None:
+        """A new adapter from a config, or from a folder that holds one.
+
+        Raises:
+            DuplicateAdapter: the live one is untouched. BadAdapter, BadWindowSize: nothing was made.
+        """
+        if not isinstance(adapter_name, str) or not adapter_name:
+            raise BadAdapter(str(adapter_name), "a name is a text of at least one character ('' is the base model)")
+        if adapter_name in self.sessions:
+            raise DuplicateAdapter(adapter_name)
+        session = Session(adapter_name)
+        session.window.resize(gradient_accumulation_steps)
+        self.adapters.acquire(adapter_name, config_or_dir)
+        self.sessions[adapter_name] = session
+
+    @one_at_a_time
+    def remove_adapter(self, adapter_name: str) -> None:
+        """Remove an adapter with all its state: weights, optimizer, scheduler, metrics, window."""
+        if adapter_name == BASE:
+            raise BadAdapter(adapter_name, "the base model can't be removed")
+        session = self._session(adapter_name)
+        if session.optimizer is not None:
+            self.engine.zero_grad(session.optimizer)
+        self.adapters.release(session.name)
+        del self.sessions[session.name]
+
+    @one_at_a_time
+    def get_train_configs(self, *, adapter_name: str | None = None) -> str:
+        """A table to print: model, parameters, mesh, precision, loss, optimizer, scheduler, template, metrics, plugins."""
+        session = self._session(adapter_name)
+        return report.table(self, session)

@@ -1,0 +1,128 @@
+"""The verbs that save and load (L2)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from twinkle_core import plugins
+from twinkle_core.errors import CheckpointMismatch, CheckpointNotFound
+from twinkle_core.train import checkpoint, folder
+from twinkle_core.train.session import Session
+from twinkle_core.train.sessions import Sessions, one_at_a_time
+
+#: where checkpoints go when nobody says
+OUTPUT_DIR = "output"
+
+
+class StorageVerbs(Sessions):
+    """save, load, resume_from_checkpoint, get_state_dict."""
+
+    @one_at_a_time
+    def save(
+        self,
+        name: str,
+        output_dir: str | Path | None = None,
+        *,
+        adapter_name: str | None = None,
+        save_optimizer: bool = False,
+        consumed_train_samples: int | None = None,
+    ) -> str:
+        """Write a checkpoint folder ``output_dir/name``, whole or not at all; one that is there is replaced at the end.
+
+        Args:
+            name: a folder inside ``output_dir`` (default ``output``).
+            save_optimizer: also what resuming needs: optimizer, scheduler, gradient scaler, random state, and the gradients of
+                an open accumulation window.
+            consumed_train_samples: progress of the data loader, given back by ``resume_from_checkpoint``.
+
+        Returns:
+            The folder.
+
+        Raises:
+            BadCheckpointName, CheckpointInTheWay, CheckpointUnfit; WindowNotStepped: with ``save_optimizer`` between clip_grad_norm
+            and step. CheckpointNotWritten: the disk refused; what was there is whole.
+        """
+        session = self._session(adapter_name)
+        path = folder.target(output_dir if output_dir is not None else OUTPUT_DIR, name)
+        parts = checkpoint.gather(self, session) if save_optimizer else None
+        if consumed_train_samples is not None:
+            session.consumed_train_samples = consumed_train_samples
+        with folder.replacing(path) as temporary:
+            checkpoint.write(self, session, temporary, parts)
+        plugins.hooks().twinkle_checkpoint_saved(path=str(path), session=session)
+        return str(path)
+
+    @one_at_a_time
+    def load(
+        self, name: str, output_dir: str | Path | None = None, *, adapter_name: str | None = None
+    ) -> dict[str, Any]:
+        """Load the weights of ``output_dir/name`` (also a plain PEFT or model folder) into the adapter or the base model.
+
+        An open accumulation window is given up: its gradients belong to the weights before.
+
+        Returns:
+            ``{'cur_step', 'consumed_train_samples', 'gradient_accumulation_steps'}``; zeros and None for a plain folder.
+
+        Raises:
+            BadCheckpointName, CheckpointNotFound, CheckpointDamaged, CheckpointMismatch: nothing was changed.
+        """
+        session = self._session(adapter_name)
+        path = folder.target(output_dir if output_dir is not None else OUTPUT_DIR, name)
+        state = checkpoint.read_state(path)
+        self._load_weights(session, path)
+        plugins.hooks().twinkle_checkpoint_loaded(path=str(path), session=session)
+        if state is None:
+            return {"cur_step": 0, "consumed_train_samples": 0, "gradient_accumulation_steps": None}
+        return state.progress()
+
+    @one_at_a_time
+    def resume_from_checkpoint(
+        self, checkpoint_dir: str | Path, *, adapter_name: str | None = None, resume_only_model: bool = False
+    ) -> dict[str, Any]:
+        """Restore weights, optimizer, scheduler, scaler, accumulation window and random state; set optimizer and scheduler first.
+
+        Everything is verified before anything changes. Loading twice sets twice, it does not add.
+
+        Args:
+            checkpoint_dir: what ``save(..., save_optimizer=True)`` wrote.
+            resume_only_model: the weights alone; the session's progress is not touched.
+
+        Returns:
+            ``{'cur_step', 'consumed_train_samples', 'gradient_accumulation_steps'}``.
+
+        Raises:
+            CheckpointNotFound, CheckpointDamaged, CheckpointMismatch: the text names the file; nothing was changed.
+        """
+        session = self._session(adapter_name)
+        path = Path(checkpoint_dir)
+        state = checkpoint.read_state(path)
+        if state is None:
+            raise CheckpointNotFound(str(path), f"the folder has no {folder.STATE_FILE}; load() takes plain folders")
+        if state.fingerprint != checkpoint.fingerprint(self.adapters, session.name):
+            raise CheckpointMismatch(
+                str(path / folder.STATE_FILE), "it belongs to another model (names or shapes of parameters differ)"
+            )
+        loaded = None if resume_only_model else checkpoint.read(self, session, path, state)
+        self._load_weights(session, path)
+        if loaded is not None:
+            checkpoint.apply(self, session, loaded)
+        plugins.hooks().twinkle_checkpoint_loaded(path=str(path), session=session)
+        return state.progress()
+
+    @one_at_a_time
+    def get_state_dict(self, *, adapter_name: str | None = None) -> dict[str, torch.Tensor]:
+        """Tensors under plain keys (PEFT's for an adapter). Live: copy what you want to keep."""
+        return self.adapters.state_dict(self._session(adapter_name).name)
+
+    def _load_weights(self, session: Session, path: Path) -> None:
+        """The store checks keys and shapes before it changes anything; then forwards and gradients of old weights go."""
+        self.adapters.load_state_dict(session.name, self.adapters.read(session.name, path))
+        session.pending.clear()
+        session.window.reset()
+        if session.optimizer is not None:
+            self.engine.zero_grad(session.optimizer)
+        for parameter in self.adapters.parameters(session.name).values():
+            parameter.grad = None
