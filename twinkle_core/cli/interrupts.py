@@ -7,6 +7,8 @@ import threading
 from types import FrameType, TracebackType
 from typing import Any
 
+from twinkle_core.cli import journal
+
 #: what a shell expects of a program that was ended by a signal
 EXIT = {signal.SIGINT: 130, signal.SIGTERM: 143}
 
@@ -42,9 +44,7 @@ class Interrupts:
             raise KeyboardInterrupt
         if self.received is None:
             self.received = signal.Signals(number)
-            from tqdm import tqdm
-
-            tqdm.write(self._notice)
+            journal.note(self._notice)
 
     @property
     def exit_status(self) -> int:

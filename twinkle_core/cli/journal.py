@@ -67,6 +67,13 @@ class Journal:
         self._bar.set_postfix({**shown, "tok/s": f"{speed:.0f}"})
 
 
+def note(text: str) -> None:
+    """Print a line above the bar."""
+    from tqdm import tqdm
+
+    tqdm.write(text)
+
+
 def _line(row: Mapping[str, Any]) -> str:
     plain = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
     return json.dumps(plain, ensure_ascii=False) + "\n"

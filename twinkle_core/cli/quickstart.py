@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from twinkle_core.cli import journal, quickstart_model, sft, sft_plan
 from twinkle_core.cli.quickstart_program import program
+from twinkle_core.config.schema import TrainConfig
 
 if TYPE_CHECKING:
     from twinkle_core.contracts.model import TwinkleModel
@@ -75,11 +78,12 @@ def run(args: argparse.Namespace) -> int:
     began = time.perf_counter()
     choice = quickstart_model.choose(args.model)
     precision = _precision()
-    plan = sft_plan.make(sft_plan.TrainConfig.model_validate(_config(args, choice, precision)))
+    plan = sft_plan.make(TrainConfig.model_validate(_config(args, choice, precision)))
     print(f"Model: {choice.title}")
-    current = sft.prepare(plan)
     questions = [WHO, WHO_CHINESE, KNOWLEDGE]
-    before = ask(current.model, questions)
+    with quiet():
+        current = sft.prepare(plan)
+        before = ask(current.model, questions)
     print(f"\nBefore\n{_dialogue(questions, before)}\n")
     status = sft.loop(current)
     adapter = current.model.save("adapter", plan.output_dir)
@@ -99,6 +103,26 @@ def ask(model: TwinkleModel, questions: Sequence[str]) -> list[str]:
     """The model's most likely answers (greedy), without what it was asked."""
     conversations: list[Any] = [{"messages": [{"role": "user", "content": question}]} for question in questions]
     return [text.strip() for text in model.generate(conversations, max_new_tokens=40, do_sample=False)]
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without the libraries' own bars and notices of what they will deprecate; what was set is put back."""
+    import datasets
+    import transformers
+
+    bars = transformers.utils.logging.is_progress_bar_enabled(), datasets.are_progress_bars_disabled()
+    transformers.utils.logging.disable_progress_bar()
+    datasets.disable_progress_bars()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            yield
+    finally:
+        if bars[0]:
+            transformers.utils.logging.enable_progress_bar()
+        if not bars[1]:
+            datasets.enable_progress_bars()
 
 
 def _precision() -> str:

@@ -61,7 +61,7 @@ def run(plan: sft_plan.Plan, say: Callable[[str], None] = print, bar: bool = Tru
         )
         checkpoints.rotate(plan.output_dir, limit)
         saved = current.step
-        say(f"saved {path}")
+        journal.note(f"saved {path}")
 
     def each_step() -> None:
         if save_steps is not None and current.step % save_steps == 0:
@@ -233,7 +233,8 @@ def _model(plan: sft_plan.Plan, model_id: str, template: Template, total: int) -
     }
     model: TwinkleModel = registry.build("model", section.cls, given, contract=TwinkleModel)
     if config.adapter is not None:
-        model.add_adapter_to_model(config.adapter.name, _adapter_config(config))
+        size = config.training.gradient_accumulation_steps
+        model.add_adapter_to_model(config.adapter.name, _adapter_config(config), gradient_accumulation_steps=size)
     model.set_template(template)
     if config.processor is not None:
         model.set_processor(config.processor.cls, **config.processor.arguments)
