@@ -367,7 +367,8 @@ class DataError(TwinkleError, ValueError):
     @classmethod
     def keys(cls, who: str, missing: Sequence[str], has: Iterable[str], way: str = "") -> DataError:
         names = ", ".join(repr(m) for m in missing)
-        return cls(f"{who} needs {names} in each row; this row has {', '.join(map(repr, has)) or 'nothing'}.{way and ' ' + way}")
+        here = ", ".join(map(repr, has)) or "nothing"
+        return cls(f"{who} needs {names} in each row; this row has {here}.{way and ' ' + way}")
 
     @classmethod
     def value(cls, who: str, key: str, value: object, wanted: str) -> DataError:
@@ -388,7 +389,7 @@ class DataError(TwinkleError, ValueError):
     @classmethod
     def lazy(cls, strategy: str) -> DataError:
         return cls(
-            f"truncation_strategy={strategy!r} changes the number of rows, which a LazyDataset must know before it reads them.\n"
+            f"truncation_strategy={strategy!r} changes the number of rows, which a LazyDataset must know beforehand.\n"
             f"    Use Dataset, or one of 'raise', 'left', 'right'."
         )
 
@@ -438,7 +439,7 @@ class TemplateError(TwinkleError, ValueError):
 
     @classmethod
     def prompt(cls) -> TemplateError:
-        return cls("add_generation_prompt is for a conversation that waits for an answer; this one ends with the assistant's turn.")
+        return cls("add_generation_prompt is for a conversation that waits for an answer; this one ends with the assistant.")
 
     @classmethod
     def strategy(cls, value: object, choices: Iterable[str]) -> TemplateError:
@@ -454,7 +455,7 @@ class TemplateError(TwinkleError, ValueError):
 
     @classmethod
     def slow(cls, name: object) -> TemplateError:
-        return cls(f"the tokenizer of {name} gives no character offsets (it is not a 'fast' one), so labels can't be placed.")
+        return cls(f"the tokenizer of {name} gives no character offsets (it is no 'fast' one), so labels can't be placed.")
 
 
 class NoChatTemplate(TemplateError):
@@ -463,7 +464,7 @@ class NoChatTemplate(TemplateError):
     def __init__(self, name: object) -> None:
         super().__init__(
             f"the tokenizer of {name} has no chat template (a base model?).\n"
-            f"    Give one with chat_template=…, use an instruct model's tokenizer, or train plain text with use_chat_template=False."
+            f"    Give one with chat_template=…, use an instruct model's tokenizer, or train plain text: use_chat_template=False."
         )
 
 
@@ -506,7 +507,7 @@ class BadRow(TwinkleError, ValueError):
     @classmethod
     def missing(cls, row: int, field: str, has: Iterable[str]) -> BadRow:
         keys = list(has)
-        raw = " It looks like a conversation that no template has encoded: call set_template first." if "messages" in keys else ""
+        raw = " It is a conversation that no template has encoded: call set_template first." if "messages" in keys else ""
         return cls(f"row {row} has no {field!r}; it has {', '.join(map(repr, keys)) or 'nothing'}.{raw}")
 
     @classmethod
@@ -547,7 +548,7 @@ class WindowNotStepped(TwinkleError, RuntimeError):
 
     def __init__(self, count: int) -> None:
         super().__init__(
-            f"the window of {count} backward(s) has been normalised and clipped, but not used: more gradients can't be added to it.\n"
+            f"the window of {count} backward(s) has been normalised, but not used: more gradients can't be added to it.\n"
             f"    call step() to use it or zero_grad() to drop it, then go on"
         )
 
@@ -557,7 +558,8 @@ class NoOptimizer(TwinkleError, RuntimeError):
 
     def __init__(self, verb: str, adapter: str, base_has_one: bool = False) -> None:
         hint = "\n    the base model has one, but an optimizer belongs to one adapter" if base_has_one and adapter else ""
-        super().__init__(f"{verb}() of {_whose(adapter)} needs an optimizer: call set_optimizer({_by_name(adapter)}) first.{hint}")
+        call = f"set_optimizer({_by_name(adapter)})"
+        super().__init__(f"{verb}() of {_whose(adapter)} needs an optimizer: call {call} first.{hint}")
 
 
 class NoTrainableParameters(TwinkleError, ValueError):
@@ -616,7 +618,7 @@ class BadInputs(TwinkleError, ValueError):
         super().__init__(f"inputs can't be used: {why}")
 
 
-class NoLabels(TwinkleError, ValueError):
+class LabelsMissing(TwinkleError, ValueError):
     """A loss that needs labels, and rows without."""
 
     def __init__(self, loss: str, keys: Iterable[str]) -> None:
@@ -630,7 +632,7 @@ class BadGroups(TwinkleError, ValueError):
     """A loss whose groups don't cover the rows."""
 
     def __init__(self, loss: str, sizes: Iterable[int], rows: int) -> None:
-        super().__init__(f"{loss} cuts {rows} rows into groups of {list(sizes)}: sizes must be at least 1 and add up to {rows}.")
+        super().__init__(f"{loss} cuts {rows} rows into groups of {list(sizes)}: sizes are at least 1 and add up to {rows}.")
 
 
 class RowsChanged(TwinkleError, ValueError):
@@ -638,8 +640,9 @@ class RowsChanged(TwinkleError, ValueError):
 
     def __init__(self, name: str, given: int, encoded: int) -> None:
         super().__init__(
-            f"the template made {encoded} rows of {given} conversations (dropped or split), so '{name}', which has one value for "
-            f"each conversation, no longer fits.\n    encode first (template.batch_encode), then give rows and '{name}' that fit"
+            f"the template made {encoded} rows of {given} conversations (dropped or split), so '{name}', which has one value "
+            f"for each conversation, no longer fits.\n"
+            f"    encode first (template.batch_encode), then give rows and a '{name}' that fits them"
         )
 
 
@@ -648,7 +651,8 @@ class BadLossResult(TwinkleError, TypeError):
 
     def __init__(self, loss: str, what: str) -> None:
         super().__init__(
-            f"{loss} returned {what}. A loss returns LossOutput(sum, weight); a plain function may return a scalar tensor, the mean."
+            f"{loss} returned {what}. A loss returns LossOutput(sum, weight); a plain function may return a scalar tensor, "
+            f"the mean."
         )
 
 
@@ -667,8 +671,8 @@ class NonFiniteGradients(TwinkleError, ArithmeticError):
         last = "" if loss is None else f" (last loss: {loss:g})"
         super().__init__(
             f"gradients of {_whose(adapter)} are not finite in {_listed(names, 'a parameter')}{rest}{last}.\n"
-            f"    weights and optimizer are unchanged; the accumulation window was dropped. Lower the learning rate, look at the "
-            f"data of this batch, or choose on_nonfinite='skip'"
+            f"    weights and optimizer are unchanged; the accumulation window was dropped. Lower the learning rate, look at "
+            f"the data of this batch, or choose on_nonfinite='skip'"
         )
 
 
@@ -694,7 +698,8 @@ class UnknownAdapter(TwinkleError, KeyError):
     """An adapter that is not there."""
 
     def __init__(self, name: str, near: str | None, live: Iterable[str]) -> None:
-        self.text = f"unknown adapter '{name}'.{_meant(near)}\n    adapters: {_listed(live, 'none yet; add_adapter_to_model makes one')}"
+        known = _listed(live, "none yet; add_adapter_to_model makes one")
+        self.text = f"unknown adapter '{name}'.{_meant(near)}\n    adapters: {known}"
         super().__init__(self.text)
 
     def __str__(self) -> str:  # KeyError shows the repr of its text
@@ -732,14 +737,14 @@ class BadCheckpointName(TwinkleError, ValueError):
     """A name that leaves the output folder."""
 
     def __init__(self, name: str, output_dir: str) -> None:
-        super().__init__(f"save name {name!r} is not a folder inside output_dir '{output_dir}'. Give a plain name like 'step-100'.")
+        super().__init__(f"name {name!r} is not a folder inside output_dir '{output_dir}'. Give a plain name like 'step-100'.")
 
 
 class CheckpointInTheWay(TwinkleError, FileExistsError):
     """Something that is no checkpoint stands where one is to be written."""
 
     def __init__(self, path: str) -> None:
-        super().__init__(f"'{path}' is there and is not a checkpoint, so it is not replaced. Choose another name or move it away.")
+        super().__init__(f"'{path}' is there and is not a checkpoint, so it is not replaced. Choose another name, or move it.")
 
 
 class CheckpointNotWritten(TwinkleError, OSError):

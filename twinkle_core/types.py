@@ -74,18 +74,18 @@ class InputFeature(TypedDict, total=False):
 class ModelOutput(dict):  # type: ignore[type-arg]
     """What an engine hands to losses, metrics and users: a dict whose known keys are attributes too, ``None`` when absent.
 
-    ============  ==========  ==========================================================================
+    ============  ==========  ======================================================================================
     logits        [B, T, V]   only when asked for
     logps         [B, T]      log p(labels[t]); 0 where the label is -100
     entropies     [B, T]      entropy (nats) of the next-token distribution; 0 where the label is -100
     predictions   [B, T]      argmax of the logits; -100 where the label is -100
     hidden        [B, T, D]   input of the output layer; ``output_layer`` is the module that makes logits of it
     embeddings    [B, D]      pooled, normalised
-    values        [B, T]      of a value head
+    values        [B, T]      of a value head; read it as ``outputs["values"]``: a dict has a method of that name
     aux_loss      scalar      a router's auxiliary loss
     loss          scalar      mean per item, detached
     num_items     scalar      what ``loss`` was divided by
-    ============  ==========  ==========================================================================
+    ============  ==========  ======================================================================================
     """
 
     KEYS = ("logits", "logps", "entropies", "predictions", "hidden", "output_layer", "embeddings", "values", "aux_loss",

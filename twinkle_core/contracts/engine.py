@@ -108,8 +108,8 @@ class Engine(ABC):
 
     @abstractmethod
     def update(self, optimizer: torch.optim.Optimizer) -> bool:
-        """One optimizer update. Core calls it also after ``finish_grads`` said False and ``on_nonfinite`` is ``skip``: then it must
-        leave weights and optimizer alone (a gradient scaler backs off) and return False."""
+        """One optimizer update. Core calls it also after ``finish_grads`` said False and ``on_nonfinite`` is ``skip``: then it
+        must leave weights and optimizer alone (a gradient scaler backs off) and return False."""
 
     @abstractmethod
     def zero_grad(self, optimizer: torch.optim.Optimizer) -> None:

@@ -33,13 +33,14 @@ class Loss(ABC):
         return [1] * len(rows)
 
     @abstractmethod
-    def __call__(self, inputs: InputFeature, outputs: ModelOutput, **loss_args: Any) -> LossOutput:
+    def __call__(self, inputs: InputFeature, outputs: ModelOutput, *args: Any, **loss_args: Any) -> LossOutput:
         """The loss of one collated batch.
 
         Args:
             inputs: tensors ``[B, T]``; ``labels`` are aligned, -100 is ignored.
             outputs: the fields named in ``needs``.
-            loss_args: the keyword arguments of ``forward_backward``; declare them as real keyword parameters.
+            loss_args: the keyword arguments of ``forward_backward``; declare them as real keyword parameters (``args`` is
+                always empty: with both, type checkers accept that).
 
         Returns:
             LossOutput with the **sum** over items and the number of items. A batch without any item gives a sum of 0 that still

@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 class DataLoader:
     """Yields lists of rows: this data rank's share of each global batch.
 
-    Each ``iter()`` is a new epoch with its own order, as with torch's loader. All ranks see the same number of batches; the rows of
-    a short last batch are divided evenly, and a batch of fewer rows than data ranks leaves the last ranks an empty list (a
-    ``min_batch_size`` of at least the number of data ranks prevents it).
+    Each ``iter()`` is a new epoch with its own order, as with torch's loader. All ranks see the same number of batches; the
+    rows of a short last batch are divided evenly, and a batch of fewer rows than data ranks leaves the last ranks an empty
+    list (a ``min_batch_size`` of at least the number of data ranks prevents it).
 
-    The position is a count of global samples passed: it grows with each batch handed out (rows read ahead by workers don't count),
-    and a tail that is left out is passed with the epoch's last batch. Leaving an iterator early passes over the rest of its epoch
-    as soon as the next one begins; of two iterators at once only the newer moves the position.
+    The position is a count of global samples passed: it grows with each batch handed out (rows read ahead by workers don't
+    count), and a tail that is left out is passed with the epoch's last batch. Leaving an iterator early passes over the rest
+    of its epoch as soon as the next one begins; of two iterators at once only the newer moves the position.
 
     Args:
         dataset: rows by index with a length, an iterable of rows without (a stream), or a callable that builds one.
@@ -55,7 +55,8 @@ class DataLoader:
         _whole("batch_size", batch_size, 1)
         _whole("num_workers", num_workers, 0)
         if batch_size < self._world_size:
-            raise DataError.argument("batch_size", batch_size, f"it is the global batch; {self._world_size} data ranks need a row each")
+            way = f"it is the global batch; {self._world_size} data ranks need a row each"
+            raise DataError.argument("batch_size", batch_size, way)
         if min_batch_size is not None:
             _whole("min_batch_size", min_batch_size, 1)
             if min_batch_size > batch_size:
@@ -68,7 +69,9 @@ class DataLoader:
             raise DataError.unsized("shuffle=True")
         if self._size is not None and not self._rule.count(self._size):
             rule = "drop_last" if drop_last else f"min_batch_size={self._rule.smallest}"
-            raise DataError.no_batches(self._size, f"batch_size={batch_size} and {rule}") if self._size else DataError.empty("the data set")
+            if not self._size:
+                raise DataError.empty("the data set")
+            raise DataError.no_batches(self._size, f"batch_size={batch_size} and {rule}")
         self._position = 0  # global samples passed
         self._fresh = True  # the next iterator starts at the position, not at the epoch after it
         self._reader: object = None  # the newest iterator
@@ -91,8 +94,8 @@ class DataLoader:
     def resume_from_checkpoint(self, consumed_train_samples: int) -> None:
         """Go to a position: the next ``iter()`` begins there, once; the epochs after it are whole.
 
-        The number comes from ``get_state()`` of a loader with the same data, seed and ``shuffle``; batch size and number of ranks may
-        differ.
+        The number comes from ``get_state()`` of a loader with the same data, seed and ``shuffle``; batch size and number of
+        ranks may differ.
         """
         _whole("consumed_train_samples", consumed_train_samples, 0)
         self._position, self._fresh, self._reader = consumed_train_samples, True, None

@@ -32,8 +32,8 @@ class Dataset:
         dataset.map("self_cognition", model_name="Twinkle", model_author="us")
         dataset.encode()
 
-    Several sets (``add_dataset``) are read one after the other until ``mix_dataset`` makes one of them. Values survive unchanged:
-    what JSON can hold comes back as it went in.
+    Several sets (``add_dataset``) are read one after the other until ``mix_dataset`` makes one of them. Values survive
+    unchanged: what JSON can hold comes back as it went in.
 
     Args:
         meta: what to load; an id or a path alone, or a list of rows, will do too.

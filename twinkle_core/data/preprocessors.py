@@ -16,8 +16,8 @@ class SelfCognitionProcessor:
     """Rows ``query``, ``response`` (or ``instruction``, ``output``) with ``{{NAME}}`` and ``{{AUTHOR}}`` to be filled in.
 
     Args:
-        model_name: what the model is to call itself; two names are (Chinese, English), chosen by the row's ``tag`` (``zh`` or ``en``),
-            or without one by whether the row has Chinese characters.
+        model_name: what the model is to call itself; two names are (Chinese, English), chosen by the row's ``tag`` (``zh`` or
+            ``en``), or without one by whether the row has Chinese characters.
         model_author: who made it; two likewise.
         system: a system message put before each conversation.
     """
@@ -52,25 +52,28 @@ class AlpacaProcessor:
         instruction, output = _text(self, row, ("instruction",)), _text(self, row, ("output",))
         given = row.get("input") or ""
         question = f"{instruction}\n{given}" if given else instruction
-        history = [(role, turn) for pair in row.get("history") or () for role, turn in zip(("user", "assistant"), pair, strict=True)]
+        roles = ("user", "assistant")
+        history = [(role, turn) for pair in row.get("history") or () for role, turn in zip(roles, pair, strict=True)]
         return _conversation(row.get("system") or self.system, *history, ("user", question), ("assistant", output))
 
 
 class ShareGPTProcessor:
     """Rows ``conversations`` (or ``conversation``, ``messages``) of ``{"from", "value"}`` or ``{"role", "content"}``.
 
-    The roles human, user, gpt, assistant, bing, chatgpt, system, tool, observation, function_call are known; a ``function_call``'s
-    text ``{"name", "arguments"}`` becomes a tool call. ``system`` and ``tools`` of the row are taken.
+    The roles human, user, gpt, assistant, bing, chatgpt, system, tool, observation, function_call are known; a
+    ``function_call``'s text ``{"name", "arguments"}`` becomes a tool call. ``system`` and ``tools`` of the row are taken.
 
     Args:
         system: a system message for rows that bring none.
     """
 
     ROLES = {
-        "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant", "bing": "assistant",
-        "bard": "assistant", "model": "assistant", "system": "system", "tool": "tool", "observation": "tool",
-        "function_response": "tool", "function_call": "function_call", "tool_call": "function_call",
-    }  # fmt: skip
+        **dict.fromkeys(("human", "user"), "user"),
+        **dict.fromkeys(("gpt", "assistant", "chatgpt", "bing", "bard", "model"), "assistant"),
+        **dict.fromkeys(("tool", "observation", "function_response"), "tool"),
+        **dict.fromkeys(("function_call", "tool_call"), "function_call"),
+        "system": "system",
+    }
 
     def __init__(self, system: str | None = None) -> None:
         self.system = system
@@ -136,7 +139,8 @@ def _first(processor: object, row: Row, keys: Sequence[str]) -> Any:
     for key in keys:
         if row.get(key) is not None:
             return row[key]
-    raise DataError.keys(_name(processor), keys[:1], row, f"({' or '.join(map(repr, keys[1:]))} would do too.)" if keys[1:] else "")
+    others = f"({' or '.join(map(repr, keys[1:]))} would do too.)" if keys[1:] else ""
+    raise DataError.keys(_name(processor), keys[:1], row, others)
 
 
 def _text(processor: object, row: Row, keys: Sequence[str]) -> str:

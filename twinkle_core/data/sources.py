@@ -30,12 +30,13 @@ class DatasetMeta:
     """Where a data set is, and which part of it is wanted.
 
     Args:
-        dataset_id: ``hf://org/name``, ``ms://org/name``, a local file (json, jsonl, csv, tsv, parquet, arrow; json also .gz, .bz2,
-            .xz), a folder of them, or a folder written by ``save_as`` or ``datasets``' ``save_to_disk``. With ``data`` only a name.
+        dataset_id: ``hf://org/name``, ``ms://org/name``, a local file (json, jsonl, csv, tsv, parquet, arrow; json also .gz,
+            .bz2, .xz), a folder of them, or a folder written by ``save_as`` or ``datasets``' ``save_to_disk``. With ``data``
+            only a name.
         subset_name: the configuration of a hub's data set.
         split: ``train``, ``test``, …
-        data_slice: indices to take, in this order: a ``range`` or list. One beyond the end starts again at the beginning, with a
-            warning.
+        data_slice: indices to take, in this order: a ``range`` or list. One beyond the end starts again at the beginning, with
+            a warning.
         data: rows in memory; then nothing is read.
     """
 
@@ -136,8 +137,8 @@ def _is_json(path: Path) -> bool:
 
 
 def json_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """Rows of a JSON Lines file, or of a JSON file: a list of objects, an object with such a list under ``data`` or ``rows``, or
-    JSON Lines under that name.
+    """Rows of a JSON Lines file, or of a JSON file: a list of objects, an object with such a list under ``data`` or ``rows``,
+    or JSON Lines under that name.
     """
     inner = path.with_suffix("") if path.suffix in _OPEN else path
     with _OPEN.get(path.suffix, open)(path, "rt", encoding="utf-8-sig") as file:

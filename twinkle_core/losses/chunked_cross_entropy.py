@@ -12,8 +12,8 @@ class ChunkedCrossEntropyLoss(Loss):
 
         L = - sum_t log p(y_t)                                           over t with y_t != -100
 
-    The same value and gradients as ``cross_entropy``, which works in chunks too where the model's output layer allows it. This one
-    sets the size: smaller chunks take less memory, larger ones make better use of a device. The model must give ``hidden``.
+    The same value and gradients as ``cross_entropy``, which works in chunks too where the model's output layer allows it. This
+    one sets the size: smaller chunks take less memory, larger ones make better use of a device. The model must give ``hidden``.
 
     Args:
         chunk_size: labelled tokens whose logits are there at once; memory is about 2 × chunk_size × V × 4 bytes.

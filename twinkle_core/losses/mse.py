@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from twinkle_core.contracts.loss import Loss
-from twinkle_core.errors import NoLabels
+from twinkle_core.errors import LabelsMissing
 from twinkle_core.types import IGNORE_INDEX, InputFeature, LossOutput, ModelOutput
 
 
@@ -30,8 +30,9 @@ class MSELoss(Loss):
         """Weight: tokens that count."""
         goal = targets if targets is not None else inputs.get("labels")
         if goal is None:
-            raise NoLabels("MSELoss", sorted(inputs))
-        values = outputs.values if outputs.values.dtype == torch.float64 else outputs.values.float()
+            raise LabelsMissing("MSELoss", sorted(inputs))
+        values: torch.Tensor = outputs["values"]
+        values = values if values.dtype == torch.float64 else values.float()
         goal = goal.to(values.device, values.dtype)
         mask = (goal != IGNORE_INDEX) & ~goal.isnan()
         error = torch.where(mask, values - goal, torch.zeros_like(values))

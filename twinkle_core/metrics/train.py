@@ -10,8 +10,8 @@ from twinkle_core.types import InputFeature, ModelOutput
 
 
 class TrainMetric(Metric):
-    """``step``, ``lr`` (of the last update), ``grad_norm`` (mean before clipping), ``skipped`` updates, ``tokens_per_second`` (of all
-    data ranks, padding left out) and ``seconds_per_step``.
+    """``step``, ``lr`` (of the last update), ``grad_norm`` (mean before clipping), ``skipped`` updates, ``tokens_per_second``
+    (of all data ranks, padding left out) and ``seconds_per_step``.
 
     Speed runs from one closed window to the next. The first window is not measured: it holds the warm-up, and where it began is
     not known.
@@ -20,7 +20,9 @@ class TrainMetric(Metric):
     def __init__(self) -> None:
         self._last: float | None = None  # when the last window closed; outlives reset()
         self._pending: Any = 0  # tokens of the open window
-        self.reset()
+        self._step = self._windows = self._normed = self._skipped = self._timed = 0
+        self._lr = self._norms = self._seconds = 0.0
+        self._tokens: Any = 0
 
     def accumulate(self, inputs: InputFeature, outputs: ModelOutput) -> None:
         mask = inputs.get("attention_mask")
@@ -73,4 +75,4 @@ class TrainMetric(Metric):
     def reset(self) -> None:
         self._step = self._windows = self._normed = self._skipped = self._timed = 0
         self._lr = self._norms = self._seconds = 0.0
-        self._tokens: Any = 0
+        self._tokens = 0

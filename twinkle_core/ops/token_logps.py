@@ -10,7 +10,7 @@ taken to float32 before the softmax, whatever precision the matmul has.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -36,8 +36,8 @@ def token_logps(
 ) -> Result:
     """Log-probabilities of labels.
 
-    A plain linear layer whose weights are frozen costs no second matmul in backward: ``dlogp/dh = W[y] - p W`` is formed in forward,
-    while the probabilities are at hand, and only scaled in backward. Trainable weights and entropies recompute a chunk's logits in
+    A plain linear layer whose weights are frozen costs no recomputation: ``dlogp/dh = W[y] - p W`` is formed in forward, while
+    the probabilities are at hand, and only scaled in backward. Trainable weights and entropies recompute a chunk's logits in
     backward. Any other output layer (with an adapter, scaled, sharded) is called itself, chunk by chunk, and recomputed.
 
     Args:
@@ -50,27 +50,26 @@ def token_logps(
         chunk_size: rows at a time; default such that a chunk of logits has 64 MiB.
 
     Returns:
-        logps ``[...]`` (0 where the label is -100), entropies ``[...]`` (0 there) or None, predictions ``[...]`` (-100 there) or
-        None; float32, or float64 for such logits.
+        logps ``[...]`` (0 where the label is -100), entropies ``[...]`` (0 there) or None, predictions ``[...]`` (-100 there)
+        or None; float32, or float64 for such logits.
     """
     flat, index = hidden.reshape(-1, hidden.shape[-1]), _valid(labels)
     rows = flat.index_select(0, index)
     chosen = labels.reshape(-1).index_select(0, index)
-    weight = getattr(output_layer, "weight", None)
     if not _is_plain(output_layer):
         chunk = chunk_size or max(1, CHUNK_ELEMENTS // max(1, getattr(output_layer, "out_features", 2**16)))
         return _scatter(labels, index, *_through_module(rows, output_layer, chosen, temperature, entropies, predictions, chunk))
-    assert isinstance(weight, Tensor)
-    bias = output_layer.bias
-    rows, weight, bias = _compute_dtype(rows, weight, bias)
+    rows, weight, bias = _compute_dtype(rows, output_layer.weight, output_layer.bias)
     chunk = chunk_size or max(1, CHUNK_ELEMENTS // weight.shape[0])
     graph = torch.is_grad_enabled()
     trains = graph and (weight.requires_grad or (bias is not None and bias.requires_grad))
     if trains or (graph and entropies and rows.requires_grad):
-        logps, entropy, guess = _Recomputed.apply(rows, weight, bias, chosen, temperature, entropies, predictions, chunk)
+        logps, entropy, guess = _Recomputed.apply(  # type: ignore[no-untyped-call]
+            rows, weight, bias, chosen, temperature, entropies, predictions, chunk
+        )
     else:
         through = graph and rows.requires_grad
-        logps, entropy, guess = _Frozen.apply(
+        logps, entropy, guess = _Frozen.apply(  # type: ignore[no-untyped-call]
             rows, weight, bias, chosen, temperature, entropies, predictions, chunk, through
         )
     return _scatter(labels, index, logps, entropy if entropies else None, guess if predictions else None)
@@ -90,20 +89,24 @@ def logps_from_logits(
     Args:
         logits: ``[..., V]``.
 
-    Other arguments and the result are those of ``token_logps``. Backward recomputes the softmax of a chunk; beside the gradient of
-    the logits nothing of size V is kept.
+    Other arguments and the result are those of ``token_logps``. Backward recomputes the softmax of a chunk; beside the gradient
+    of the logits nothing of size V is kept.
     """
     chunk = chunk_size or max(1, CHUNK_ELEMENTS // logits.shape[-1])
     flat, index = logits.reshape(-1, logits.shape[-1]), _valid(labels)
     chosen = labels.reshape(-1).index_select(0, index)
-    logps, entropy, guess = _FromLogits.apply(flat, index, chosen, temperature, entropies, predictions, chunk)
+    logps, entropy, guess = _FromLogits.apply(  # type: ignore[no-untyped-call]
+        flat, index, chosen, temperature, entropies, predictions, chunk
+    )
     return _scatter(labels, index, logps, entropy if entropies else None, guess if predictions else None)
 
 
 # ---------------------------------------------------------------------------------------------------- one chunk
 
 
-def _statistics(z: Tensor, y: Tensor, entropies: bool, predictions: bool) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+def _statistics(
+    z: Tensor, y: Tensor, entropies: bool, predictions: bool
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Softmax of one chunk, in place: z ``[n, V]`` becomes exp(z - max).
 
     Returns:
@@ -355,7 +358,7 @@ def _scatter(labels: Tensor, index: Tensor, logps: Tensor, entropy: Tensor | Non
     )
 
 
-def _is_plain(layer: nn.Module) -> bool:
+def _is_plain(layer: nn.Module) -> TypeGuard[nn.Linear]:
     """Whether a layer is nothing but ``x W^T + b``: no subclass, hook, parametrisation or sharding."""
     if type(layer) is not nn.Linear or layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer):
         return False

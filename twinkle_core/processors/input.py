@@ -22,14 +22,15 @@ _NOT_CARRIED = frozenset(("length", "seq_lens"))  # said by the mask, or made an
 class InputProcessor(Processor):
     """Collates encoded rows.
 
-    Fields of a batch: ``input_ids`` and ``position_ids`` ``[B, T]`` int64; ``labels`` ``[B, T]`` (aligned, -100 in padding) where
-    the rows have them; ``attention_mask`` ``[B, T]`` int64, 1 real and 0 padding (padded batches only). Of the rows' other fields,
-    those with one number for each token are padded with 0, numbers and arrays of one shape are stacked to ``[B, …]``, and anything
-    else becomes a list. Labels that are one number a row, or floats (targets of a regression), are stacked, not padded.
+    Fields of a batch: ``input_ids`` and ``position_ids`` ``[B, T]`` int64; ``labels`` ``[B, T]`` (aligned, -100 in padding)
+    where the rows have them; ``attention_mask`` ``[B, T]`` int64, 1 real and 0 padding (padded batches only). Of the rows'
+    other fields, those with one number for each token are padded with 0, numbers and arrays of one shape are stacked to ``[B,
+    …]``, and anything else becomes a list. Labels that are one number a row, or floats (targets of a regression), are stacked,
+    not padded.
 
     Args:
-        padding_free: pack the rows into one sequence ``[1, T]`` with position ids that restart at 0 and ``seq_lens``, without an
-            attention mask. The model's kernels must keep the rows apart: an all-ones mask would not.
+        padding_free: pack the rows into one sequence ``[1, T]`` with position ids that restart at 0 and ``seq_lens``, without
+            an attention mask. The model's kernels must keep the rows apart: an all-ones mask would not.
         padding_side: ``right`` or ``left``; every per-token field is padded on the same side.
         pad_to_multiple_of: round T up to a multiple of it (padded batches only).
         pad_id: the token put into padding. It is masked out, so any id of the vocabulary will do.
@@ -47,7 +48,8 @@ class InputProcessor(Processor):
         if pad_to_multiple_of is not None and (not isinstance(pad_to_multiple_of, int) or pad_to_multiple_of < 1):
             raise BadRow.argument("pad_to_multiple_of", pad_to_multiple_of, "a whole number from 1 up, or None")
         if padding_free and pad_to_multiple_of not in (None, 1):
-            raise BadRow.argument("pad_to_multiple_of", pad_to_multiple_of, "padding_free=True pads nothing; leave one of them out")
+            way = "padding_free=True pads nothing; leave one of them out"
+            raise BadRow.argument("pad_to_multiple_of", pad_to_multiple_of, way)
         if not 0 <= pad_id <= _MAX_ID:
             raise BadRow.argument("pad_id", pad_id, "a token id, 0 or more")
         self.padding_free = padding_free
@@ -107,10 +109,10 @@ def _ids(index: int, row: Mapping[str, Any]) -> torch.Tensor:
     if row.get("input_ids") is None:
         raise BadRow.missing(index, "input_ids", row)
     ids = _tensor(index, "input_ids", row["input_ids"])
-    if ids.dim() != 1 or ids.is_floating_point() or ids.dtype == torch.bool:
-        raise BadRow.field(index, "input_ids", f"is not a flat list of whole numbers (shape {list(ids.shape)}, {ids.dtype})")
     if ids.numel() == 0:
         raise BadRow.field(index, "input_ids", "is empty")
+    if ids.dim() != 1 or ids.is_floating_point() or ids.dtype == torch.bool:
+        raise BadRow.field(index, "input_ids", f"is not a flat list of whole numbers (shape {list(ids.shape)}, {ids.dtype})")
     low, high = ids.aminmax()
     if low < 0 or high > _MAX_ID:
         raise BadRow.field(index, "input_ids", f"holds {int(low if low < 0 else high)}, which is no token id")
@@ -235,4 +237,4 @@ def unpack(batch: Mapping[str, Any], values: torch.Tensor) -> list[torch.Tensor]
         return [row[keep.to(row.device, torch.bool)] for row, keep in zip(values, mask, strict=True)]
     lengths = row_lengths(batch)
     flat = values.reshape(-1, *values.shape[2:])
-    return list(flat.split(lengths))
+    return list(torch.split(flat, lengths))

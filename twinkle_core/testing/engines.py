@@ -31,7 +31,7 @@ def compute(module: Any, inputs: InputFeature, needs: frozenset[str], temperatur
     if "hidden" in needs:
         output.hidden, output.output_layer = hidden, module.output_layer
     if "values" in needs:
-        output.values = module.value_head(hidden).squeeze(-1)
+        output["values"] = module.value_head(hidden).squeeze(-1)
     return output
 
 
@@ -52,22 +52,22 @@ class ToyEngine(LoopEngine):
         return compute(self.module, batch.inputs, needs, temperature)
 
 
-#: what a pipeline schedule asks of its caller: take the next micro-batch, give the output and a function that makes a loss of it
+#: what a pipeline schedule asks of its caller: take the next micro-batch, give its output and a function that makes a loss
 ForwardStep = Callable[[Iterator[Batch], Any], tuple[ModelOutput, Callable[[ModelOutput], LossOutput]]]
 
 
 def pipeline_schedule(
     forward_step: ForwardStep, iterator: Iterator[Batch], module: Any, count: int, *, forward_only: bool, warmup: int = 2
 ) -> None:
-    """One forward, one backward, after ``warmup`` forwards: the order of a stage of a pipeline. Nobody outside sees its tensors."""
+    """One forward, one backward, after ``warmup`` forwards: the order of a pipeline stage. Nobody outside sees its tensors."""
     waiting: list[torch.Tensor] = []
     for i in range(count):
         output, loss_of = forward_step(iterator, module)
         waiting.append(loss_of(output).sum)
         if not forward_only and i >= warmup:
-            waiting.pop(0).backward()
+            torch.autograd.backward(waiting.pop(0))
     for loss in [] if forward_only else waiting:
-        loss.backward()
+        torch.autograd.backward(loss)
 
 
 class CallbackEngine(LoopEngine):

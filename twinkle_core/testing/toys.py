@@ -51,7 +51,9 @@ class TwoWords(nn.Module):
     @property
     def w(self) -> nn.Parameter:
         """The vector, ``[2, 1]``."""
-        return self.output_layer.weight
+        weight = self.output_layer.weight
+        assert isinstance(weight, nn.Parameter)
+        return weight
 
     def forward(self, inputs: InputFeature) -> torch.Tensor:
         weight = self.output_layer.weight

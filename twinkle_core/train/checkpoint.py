@@ -33,6 +33,7 @@ from twinkle_core.train import optim, rng
 from twinkle_core.train.folder import STATE_FILE, sha256
 from twinkle_core.train.session import Session
 from twinkle_core.train.single import distinct
+from twinkle_core.version import __version__
 
 if TYPE_CHECKING:
     from twinkle_core.train.sessions import Sessions
@@ -155,7 +156,7 @@ def write(model: Sessions, session: Session, folder: Path, parts: Parts | None) 
             (folder / f"{stem}.json").write_text(json.dumps(data))
     files = {p.relative_to(folder).as_posix(): p for p in sorted(folder.rglob("*")) if p.is_file()}
     state = TrainerState(
-        twinkle_version=_version(),
+        twinkle_version=__version__,
         adapter_name=session.name,
         resumable=parts is not None,
         cur_step=session.cur_step,
@@ -173,15 +174,6 @@ def write(model: Sessions, session: Session, folder: Path, parts: Parts | None) 
         files={name: FileEntry(size=p.stat().st_size, sha256=sha256(p)) for name, p in files.items()},
     )
     (folder / STATE_FILE).write_text(state.model_dump_json(indent=1))
-
-
-def _version() -> str:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version("twinkle-core")
-    except PackageNotFoundError:
-        return "unknown"
 
 
 # ---------------------------------------------------------------------------------------------------- reading
@@ -266,7 +258,8 @@ def read(model: Sessions, session: Session, folder: Path, state: TrainerState) -
     loaded.gradients = _tensors(folder, "gradients")
     for name, gradient in loaded.gradients.items():
         if name not in parameters or parameters[name].shape != gradient.shape:
-            raise CheckpointMismatch(str(folder / "gradients.safetensors"), f"parameter {name} is not here, or of another shape")
+            source = str(folder / "gradients.safetensors")
+            raise CheckpointMismatch(source, f"parameter {name} is not here, or of another shape")
     loaded.rng_tensors, loaded.rng = _tensors(folder, "rng"), _data(folder, "rng")
     return loaded
 

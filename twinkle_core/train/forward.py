@@ -70,8 +70,8 @@ class ForwardVerbs(Sessions):
     ) -> ModelOutput:
         """Forward without graph and dropout; training flags are put back, also after an exception.
 
-        Metrics for evaluation take it in where labels are there, except with ``disable_lora``, whose outputs are the base model's.
-        A training forward that waits for its backward is not touched.
+        Metrics for evaluation take it in where labels are there, except with ``disable_lora``, whose outputs are the base
+        model's. A training forward that waits for its backward is not touched.
 
         Args:
             inputs: encoded rows, one collated batch, or conversations.
@@ -118,7 +118,7 @@ class ForwardVerbs(Sessions):
             loss_args: for the loss; a training forward that has its loss is computed anew only when some are given.
 
         Raises:
-            NoForward, NoLabels, WrongArgument.
+            NoForward, LabelsMissing, WrongArgument.
         """
         session = self._session(adapter_name)
         waiting = session.pending.get(True) or session.pending.get(False)
@@ -184,7 +184,7 @@ class ForwardVerbs(Sessions):
             labelled.
 
         Raises:
-            NoLabels, NoTemplate, EmptyBatch, BadInputs, WrongArgument, WindowSizeChanged, WindowNotStepped: nothing was
+            LabelsMissing, NoTemplate, EmptyBatch, BadInputs, WrongArgument, WindowSizeChanged, WindowNotStepped: nothing was
             changed. What a loss or model raises leaves the window as it was if no backward had run; otherwise the window's
             gradients are dropped, and a note on the exception says so.
         """
@@ -289,8 +289,8 @@ class ForwardVerbs(Sessions):
                 self._clear(session)
                 session.pending.pop(True, None)
                 error.add_note(
-                    f"twinkle: a backward had begun, so the gradients of this accumulation window ({lost} backward(s) before this "
-                    f"one) were dropped; weights and optimizer are unchanged"
+                    f"twinkle: a backward had begun, so the gradients of this accumulation window ({lost} backward(s) before "
+                    f"this one) were dropped; weights and optimizer are unchanged"
                 )
             raise
 

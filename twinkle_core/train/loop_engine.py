@@ -120,7 +120,7 @@ class LoopEngine(Engine):
 
     def backward(self, loss_sum: torch.Tensor, *, sync: bool = True) -> None:
         scaled = loss_sum if self.scaler is None else self.scaler.scale(loss_sum)
-        scaled.backward()
+        torch.autograd.backward(scaled)
 
     # ------------------------------------------------------------------------------------------------ optimizing
 

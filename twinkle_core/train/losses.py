@@ -12,20 +12,20 @@ from twinkle_core import arguments
 from twinkle_core.contracts.engine import Batch
 from twinkle_core.contracts.loss import Loss
 from twinkle_core.contracts.metric import Metric
-from twinkle_core.errors import BadLossResult, NoLabels
+from twinkle_core.errors import BadLossResult, LabelsMissing
 from twinkle_core.types import InputFeature, LossOutput, ModelOutput
 
 #: outputs that are computed from labels
 FROM_LABELS = frozenset({"logps", "entropies", "predictions"})
 #: outputs that core itself adds, for metrics
-OF_CORE = frozenset({"loss", "num_items", "loss_metrics"})
+OF_CORE = frozenset({"loss", "num_items", "loss_metrics", "labels"})
 
 
 class FunctionLoss(Loss):
     """A plain function ``(inputs, outputs, **loss_args)`` as a loss.
 
-    It returns a scalar tensor, which counts as the mean of a micro-batch (weight 1, scope ``batch``), or ``LossOutput``. It may carry
-    the attributes ``needs``, ``scope``, ``token_local`` and ``groups`` of a Loss; without ``needs`` it gets ``logits``.
+    It returns a scalar tensor, which counts as the mean of a micro-batch (weight 1, scope ``batch``), or ``LossOutput``. It may
+    carry the attributes ``needs``, ``scope``, ``token_local`` and ``groups`` of a Loss; without ``needs`` it gets ``logits``.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -69,9 +69,9 @@ def complete_without_args(loss: Loss) -> bool:
     return all(p.default is not p.empty or p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL) for p in parameters)
 
 
-def engine_needs(loss: Loss | None, metrics: Iterable[Metric], *, logits: bool = False, labelled: bool = True) -> frozenset[str]:
+def engine_needs(loss: Loss, metrics: Iterable[Metric], *, logits: bool = False, labelled: bool = True) -> frozenset[str]:
     """The union of what loss and metrics read, and nothing else; without labels, nothing that is computed from them."""
-    needs = set(loss.needs) if loss is not None else set()
+    needs = set(loss.needs)
     for metric in metrics:
         needs |= metric.needs
     if logits:
@@ -80,12 +80,12 @@ def engine_needs(loss: Loss | None, metrics: Iterable[Metric], *, logits: bool =
 
 
 def check_labels(loss: Loss, rows: Any) -> None:
-    """Raise NoLabels if the loss is computed from labels and some row has none."""
+    """Raise LabelsMissing if the loss is computed from labels and some row has none."""
     if not loss.needs & (FROM_LABELS | {"labels"}):
         return
     for row in [rows] if isinstance(rows, Mapping) else rows:
         if row.get("labels") is None:
-            raise NoLabels(name_of(loss), sorted(row))
+            raise LabelsMissing(name_of(loss), sorted(row))
 
 
 def has_labels(rows: Any) -> bool:
@@ -101,8 +101,8 @@ def call(loss: Loss, batch: Batch, output: ModelOutput) -> LossOutput:
     """
     if batch.dummy:
         return LossOutput(_zero(output), 0.0)
-    result = loss(batch.inputs, output, **batch.loss_args)
-    if not isinstance(result, LossOutput):
+    result: Any = loss(batch.inputs, output, **batch.loss_args)
+    if not isinstance(result, LossOutput):  # a Loss of a third party may return anything
         what = f"a tensor {list(result.shape)}" if isinstance(result, torch.Tensor) else type(result).__name__
         raise BadLossResult(name_of(loss), what)
     if not isinstance(result.sum, torch.Tensor) or result.sum.dim() != 0:

@@ -16,7 +16,7 @@ PER_TOKEN = {"logits": 0.0, "logps": 0.0, "entropies": 0.0, "predictions": IGNOR
 
 
 def is_collated(inputs: Any) -> bool:
-    """Whether ``inputs`` is one collated batch: a mapping whose ``input_ids`` (or first field) is a tensor of 2 or more axes."""
+    """Whether ``inputs`` is one collated batch: a mapping whose ``input_ids`` (or first tensor) has 2 or more axes."""
     if not isinstance(inputs, Mapping):
         return False
     lead = inputs.get("input_ids", inputs.get("labels"))
@@ -74,7 +74,7 @@ def _cut_packed(batch: Mapping[str, Any], rows: range) -> InputFeature:
         if isinstance(value, torch.Tensor) and value.dim() > 0:
             axis = next((i for i, size in enumerate(value.shape) if size == total and i > 0), None)
             if axis is None:
-                raise BadInputs(f"field '{key}' {list(value.shape)} of a packed batch can't be cut into rows; give rows instead")
+                raise BadInputs(f"field '{key}' {list(value.shape)} of a packed batch can't be cut; give rows instead")
             value = value.narrow(axis, start, stop - start)
         part[key] = value
     return part  # type: ignore[return-value]

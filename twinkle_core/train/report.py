@@ -27,7 +27,8 @@ def _optimizer(optimizer: Any) -> str:
     if optimizer is None:
         return "none"
     groups = [
-        f"{_count(g['params']):,} parameters, " + ", ".join(f"{k} {g[k]:g}" for k in ("lr", "weight_decay") if g.get(k) is not None)
+        f"{_count(g['params']):,} parameters, "
+        + ", ".join(f"{k} {float(g[k]):g}" for k in ("lr", "weight_decay") if g.get(k) is not None)
         for g in optimizer.param_groups
     ]
     return f"{type(optimizer).__name__}: " + "; ".join(groups)

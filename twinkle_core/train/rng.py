@@ -13,7 +13,7 @@ import torch
 def capture() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Random state as tensors and plain data. numpy's is taken only where numpy is in use."""
     tensors = {"torch": torch.get_rng_state()}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_available():
         tensors |= {f"cuda/{i}": state for i, state in enumerate(torch.cuda.get_rng_state_all())}
     version, numbers, gauss = random.getstate()
     data: dict[str, Any] = {"python": [version, list(numbers), gauss]}

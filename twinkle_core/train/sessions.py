@@ -128,4 +128,4 @@ class Sessions:
 
     def _must_split(self, verb: str) -> None:
         if SPLIT_STEP not in self.engine.capabilities:
-            raise Unsupported(verb, type(self.engine).__name__, "forward_backward(), which does forward, loss and backward at once")
+            raise Unsupported(verb, type(self.engine).__name__, "forward_backward(), which does it all at once")

@@ -44,7 +44,7 @@ class SetupVerbs(Sessions):
         """An optimizer over this adapter's trainable parameters.
 
         Args:
-            optimizer_cls: a name, a class, a function ``(parameters, **kwargs)``, or an optimizer over parameters of this adapter.
+            optimizer_cls: a name, a class, a function ``(parameters, **kwargs)``, or an optimizer over its parameters.
             kwargs: for it. Defaults: lr 1e-5, weight_decay 0.01, none on biases and norms.
 
         Raises:

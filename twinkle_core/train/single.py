@@ -59,7 +59,8 @@ class SingleAdapter(AdapterStore):
         self._only_base(name)
         if not (folder / WEIGHTS).is_file():
             raise CheckpointNotFound(str(folder / WEIGHTS), "there is no such file")
-        return load_file(folder / WEIGHTS)
+        state: dict[str, torch.Tensor] = load_file(folder / WEIGHTS)
+        return state
 
     def _only_base(self, name: str) -> None:
         if name != BASE:

@@ -42,8 +42,8 @@ class StorageVerbs(Sessions):
             The folder.
 
         Raises:
-            BadCheckpointName, CheckpointInTheWay, CheckpointUnfit; WindowNotStepped: with ``save_optimizer`` between clip_grad_norm
-            and step. CheckpointNotWritten: the disk refused; what was there is whole.
+            BadCheckpointName, CheckpointInTheWay, CheckpointUnfit; WindowNotStepped: with ``save_optimizer`` between
+            clip_grad_norm and step. CheckpointNotWritten: the disk refused; what was there is whole.
         """
         session = self._session(adapter_name)
         path = folder.target(output_dir if output_dir is not None else OUTPUT_DIR, name)
@@ -82,9 +82,10 @@ class StorageVerbs(Sessions):
     def resume_from_checkpoint(
         self, checkpoint_dir: str | Path, *, adapter_name: str | None = None, resume_only_model: bool = False
     ) -> dict[str, Any]:
-        """Restore weights, optimizer, scheduler, scaler, accumulation window and random state; set optimizer and scheduler first.
+        """Restore weights, optimizer, scheduler, scaler, accumulation window and random state.
 
-        Everything is verified before anything changes. Loading twice sets twice, it does not add.
+        Set optimizer and scheduler first: their state is put into them. Everything is verified before anything
+        changes. Loading twice sets twice, it does not add.
 
         Args:
             checkpoint_dir: what ``save(..., save_optimizer=True)`` wrote.

@@ -9,7 +9,7 @@ import torch
 from twinkle_core import plugins
 from twinkle_core.contracts.adapters import BASE
 from twinkle_core.contracts.metric import StepResult
-from twinkle_core.errors import NoOptimizer, NonFiniteGradients
+from twinkle_core.errors import NonFiniteGradients, NoOptimizer
 from twinkle_core.log import get_logger
 from twinkle_core.train import normalise
 from twinkle_core.train.forward import ForwardVerbs

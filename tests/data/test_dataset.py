@@ -1,0 +1,310 @@
+"""Data sets: sources, values that survive, mapping, encoding."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import logging
+
+import datasets
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from twinkle_core.contracts.template import Template
+from twinkle_core.data.dataset import Dataset, DatasetMeta, LazyDataset
+from twinkle_core.errors import BareId, DataError, NoSuchPath, UnknownName, WrongArgument
+from twinkle_core.templates.chat import ChatTemplate
+from twinkle_core.testing.tokenizers import chatml_tokenizer, toy_t_tokenizer
+
+CALLS = [
+    {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "a", "arguments": {"x": 1}}}]}]},
+    {"messages": [{"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "b", "arguments": {"y": 1.5, "z": None, "l": [1, "a"]}}}]}], "tools": [{"p": {}}]},
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _quiet(tmp_path, monkeypatch):
+    datasets.disable_progress_bars()
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+def talk(question: str, answer: str) -> dict:
+    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+
+
+def write(path, rows):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(r) + "\n" for r in rows), encoding="utf-8")
+    return str(path)
+
+
+# ------------------------------------------------------------------------------------------------ sources
+
+
+def test_rows_in_memory_survive_unchanged():
+    """A table would give every call the keys of all others, filled with None, and make 1 of 1.5's column a float."""
+    dataset = Dataset(CALLS)
+    assert list(dataset) == CALLS
+    assert [dataset[0], dataset[-1], *dataset[0:2]] == [*CALLS, *CALLS]
+    assert len(dataset) == 2
+    with pytest.raises(IndexError):
+        dataset[2]
+
+
+@pytest.mark.parametrize("name", ["out.jsonl", "out.json", "out.parquet", "folder"])
+def test_what_save_as_writes_is_read_back_the_same(name, tmp_path):
+    path = Dataset(CALLS).save_as(tmp_path / "new" / name)
+    assert list(Dataset(path)) == CALLS
+
+
+@pytest.mark.parametrize("name", ["out.jsonl", "out.parquet", "folder"])
+def test_encoded_rows_are_saved_too(name, tmp_path):
+    dataset = Dataset([talk("hi", "yo"), talk("ok", "go")])
+    dataset.set_template("chat", model_id=toy_t_tokenizer())
+    dataset.encode()
+    assert list(Dataset(dataset.save_as(tmp_path / name))) == list(dataset)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ['{"a": {"x": 1}}\n\n{"a": {"y": 2}}\n', '[{"a": {"x": 1}}, {"a": {"y": 2}}]', '{"data": [{"a": {"x": 1}}, {"a": {"y": 2}}]}'],
+)
+def test_json_in_its_forms(text, tmp_path):
+    (tmp_path / "rows.json").write_text(text)
+    assert list(Dataset(tmp_path / "rows.json")) == [{"a": {"x": 1}}, {"a": {"y": 2}}]
+
+
+def test_compressed_json_and_typed_files(tmp_path):
+    with gzip.open(tmp_path / "rows.jsonl.gz", "wt") as file:
+        file.write('{"a": 1}\n')
+    assert list(Dataset(tmp_path / "rows.jsonl.gz")) == [{"a": 1}]
+    (tmp_path / "rows.csv").write_text("q,a\nhi,yo\n")
+    (tmp_path / "rows.tsv").write_text("q\ta\nhi, you\tyo\n")
+    assert list(Dataset(tmp_path / "rows.csv")) == [{"q": "hi", "a": "yo"}]
+    assert list(Dataset(tmp_path / "rows.tsv")) == [{"q": "hi, you", "a": "yo"}]
+    plain = datasets.Dataset.from_list([{"q": "hi"}, {"q": "yo"}])
+    plain.to_parquet(str(tmp_path / "rows.parquet"))
+    plain.save_to_disk(str(tmp_path / "disk"))
+    datasets.DatasetDict({"train": plain, "test": plain.select([1])}).save_to_disk(str(tmp_path / "splits"))
+    assert list(Dataset(tmp_path / "rows.parquet")) == list(Dataset(tmp_path / "disk")) == [{"q": "hi"}, {"q": "yo"}]
+    assert list(Dataset(DatasetMeta(str(tmp_path / "splits"), split="test"))) == [{"q": "yo"}]
+    arrow = next((tmp_path / "disk").glob("*.arrow"))
+    assert list(Dataset(arrow)) == [{"q": "hi"}, {"q": "yo"}]
+
+
+def test_a_folder_with_splits_and_subsets(tmp_path):
+    write(tmp_path / "train.jsonl", [{"a": {"x": 1}}, {"a": {"y": 1}}])
+    write(tmp_path / "test.jsonl", [{"a": {"z": 1}}])
+    assert list(Dataset(tmp_path)) == [{"a": {"x": 1}}, {"a": {"y": 1}}]
+    assert list(Dataset(DatasetMeta(str(tmp_path), split="test"))) == [{"a": {"z": 1}}]
+    with pytest.raises(DataError, match="no split 'dev'; it has 'train', 'test'"):
+        Dataset(DatasetMeta(str(tmp_path), split="dev"))
+    with pytest.raises(DataError, match="no subset 'zh'; it has 'default'"):
+        Dataset(DatasetMeta(str(tmp_path), subset_name="zh"))
+
+
+def test_subsets_are_those_of_the_data_sets_card(tmp_path):
+    write(tmp_path / "zh.jsonl", [{"a": "你"}])
+    write(tmp_path / "en.jsonl", [{"a": "you"}])
+    (tmp_path / "README.md").write_text(
+        "---\nconfigs:\n- config_name: zh\n  data_files: zh.jsonl\n- config_name: en\n  data_files: en.jsonl\n---\n"
+    )
+    assert list(Dataset(DatasetMeta(str(tmp_path), subset_name="en"))) == [{"a": "you"}]
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "text"),
+    [
+        (lambda p: "org/name", BareId, "'hf://org/name'"),
+        (lambda p: p / "none.jsonl", NoSuchPath, "does not exist"),
+        (lambda p: p, NoSuchPath, "holds no data"),
+        (lambda p: write(p / "a.xlsx", []), DataError, "unknown format of data; the known ones are json"),
+        (lambda p: write(p / "a.jsonl", [{"a": 1}, 7]), DataError, "a.jsonl, line 2: not a JSON object"),
+    ],
+)
+def test_bad_sources_are_told(make, error, text, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(error, match=text):
+        Dataset(make(tmp_path))
+
+
+def test_broken_json_names_file_and_line(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"a": 1}\n{"a": \n')
+    with pytest.raises(DataError, match=r"a\.jsonl, line 2: not a JSON object"):
+        Dataset(tmp_path / "a.jsonl")
+    (tmp_path / "a.json").write_text('[{"a": 1},\n}]')
+    with pytest.raises(DataError, match=r"a\.json, line 2"):
+        Dataset(tmp_path / "a.json")
+    with pytest.raises(DataError, match="row 1 is a int"):
+        Dataset([{"a": 1}, 2])
+
+
+def test_a_slice_beyond_the_end_repeats_with_a_warning():
+    rows = [{"i": i} for i in range(3)]
+    assert [r["i"] for r in Dataset(DatasetMeta(data=rows, data_slice=[2, 0, -1]))] == [2, 0, 2]
+    with pytest.warns(UserWarning, match="2 rows beyond the 3 of the data in memory"):
+        repeated = Dataset(DatasetMeta(data=rows, data_slice=range(5)))
+    assert [r["i"] for r in repeated] == [0, 1, 2, 0, 1]
+    with pytest.raises(DataError, match="has no rows"):
+        Dataset(DatasetMeta(data=[], data_slice=range(1)))
+    with pytest.raises(DataError, match="dataset_id"):
+        DatasetMeta()
+
+
+# ------------------------------------------------------------------------------------------------ mapping
+
+
+def test_map_drops_counts_and_logs_once(caplog):
+    dataset = Dataset([{"i": i} for i in range(6)])
+
+    def even(row):
+        return {"j": row["i"]} if row["i"] % 2 == 0 else None
+
+    with caplog.at_level(logging.INFO, logger="twinkle"):
+        dataset.map(even)
+    assert list(dataset) == [{"j": 0}, {"j": 2}, {"j": 4}]
+    assert dataset.dropped == {"even": 3}
+    assert [r.getMessage() for r in caplog.records] == ["even dropped 3 of 6 rows"]
+
+
+def test_map_and_encode_in_processes_give_the_same():
+    rows = [{"query": f"hi {i}", "response": "I am {{NAME}}"} for i in range(20)]
+    made = []
+    for processes in (None, 2):
+        dataset = Dataset(rows)
+        dataset.set_template("chat", model_id=chatml_tokenizer())
+        dataset.map("self_cognition", model_name="Twinkle", model_author="us", num_proc=processes).encode(num_proc=processes)
+        made.append(list(dataset))
+    assert made[0] == made[1]
+    assert len(made[0]) == 20
+
+
+def test_preprocessors_are_names_classes_or_objects():
+    rows = [{"instruction": "hi", "output": "yo"}]
+    from twinkle_core.data.preprocessors import AlpacaProcessor
+
+    made = [list(Dataset(rows).map(p)) for p in ("alpaca", AlpacaProcessor, AlpacaProcessor())]
+    assert made[0] == made[1] == made[2] == [talk("hi", "yo")]
+    with pytest.raises(UnknownName, match="alpacca"):
+        Dataset(rows).map("alpacca")
+    with pytest.raises(WrongArgument, match="sistem"):
+        Dataset(rows).map("alpaca", sistem="x")
+
+
+def test_a_row_that_fails_is_named_and_nothing_changes():
+    dataset = Dataset([{"instruction": "hi", "output": "yo"}, {"instruction": "hi", "answer": "yo"}])
+    with pytest.raises(DataError, match="AlpacaProcessor, row 1: AlpacaProcessor needs 'output'.*has 'instruction', 'answer'"):
+        dataset.map("alpaca")
+    with pytest.raises(DataError, match="returned a int"):
+        dataset.map(lambda row: 5)
+    assert len(dataset) == 2
+    assert "instruction" in dataset[0]
+
+
+def test_sets_are_added_mapped_apart_and_mixed():
+    one, two = DatasetMeta("one", data=[{"i": i} for i in range(4)]), DatasetMeta("two", data=[{"k": "a"}, {"k": "b"}])
+    dataset = Dataset(one)
+    dataset.add_dataset(two)
+    dataset.map(lambda row: {"v": row["k"]}, dataset_meta=two)
+    dataset.map(lambda row: {"v": row["i"]}, dataset_meta=one)
+    assert [r["v"] for r in dataset] == [0, 1, 2, 3, "a", "b"]
+    dataset.mix_dataset()
+    assert [r["v"] for r in dataset] == [0, "a", 1, 2, "b", 3]
+    assert [r["v"] for r in dataset.filter(lambda row: isinstance(row["v"], str))] == ["a", "b"]
+
+
+def test_typed_tables_and_others_join(tmp_path):
+    (tmp_path / "rows.csv").write_text("q,a\nhi,1\n")
+    dataset = Dataset(tmp_path / "rows.csv")
+    dataset.add_dataset([{"q": None, "z": {"y": 1}}])
+    assert list(dataset) == [{"q": "hi", "a": 1}, {"q": None, "z": {"y": 1}}]
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**60), 2**60) | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.dictionaries(st.text(max_size=4), JSON, max_size=3), min_size=1, max_size=4))
+def test_any_rows_survive_loading_and_mapping(rows):
+    dataset = Dataset(rows)
+    assert list(dataset) == rows
+    assert list(dataset.map(lambda row: row)) == rows
+
+
+# ------------------------------------------------------------------------------------------------ encoding
+
+
+def test_encode_is_the_template_of_each_row():
+    rows = [talk("hi", "yo"), talk("ok", "go go")]
+    template = ChatTemplate(toy_t_tokenizer())
+    dataset = Dataset(rows)
+    dataset.set_template(template)
+    dataset.encode()
+    assert list(dataset) == [template.encode(row) for row in rows]
+    lazy = LazyDataset(rows)
+    lazy.set_template(ChatTemplate, model_id=toy_t_tokenizer())
+    lazy.encode()
+    assert [lazy[i] for i in range(2)] == list(lazy) == list(dataset)
+    with pytest.raises(DataError, match="encode\\(\\) comes before|encoded already"):
+        dataset.map(lambda row: row)
+
+
+def test_dropped_and_split_rows_are_counted(caplog):
+    rows = [talk("hi", "yo"), talk("hi " * 30, "yo"), talk("ok", "go")]
+    dataset = Dataset(rows)
+    dataset.set_template("chat", model_id=toy_t_tokenizer(), max_length=10, truncation_strategy="delete")
+    with caplog.at_level(logging.INFO, logger="twinkle"):
+        dataset.encode()
+    assert len(dataset) == 2
+    assert dataset.dropped == {"encode": 1}
+    assert [r.getMessage() for r in caplog.records] == ["encode dropped 1 of 3 rows"]
+    split = Dataset([talk("hi", "yo " * 20)])
+    split.set_template("chat", model_id=toy_t_tokenizer(), max_length=10, truncation_strategy="split")
+    split.encode()
+    assert [row["length"] for row in split] == [10, 10, 6]
+    assert split.dropped == {}
+    lazy = LazyDataset(rows)
+    lazy.set_template("chat", model_id=toy_t_tokenizer(), truncation_strategy="delete")
+    with pytest.raises(DataError, match="'delete' changes the number of rows"):
+        lazy.encode()
+
+
+def test_check_says_which_rows_and_why():
+    dataset = Dataset([talk("hi", "yo"), {"messages": [{"role": "user", "content": "hi"}]}, {"text": "x"}])
+    with pytest.raises(DataError, match="set_template"):
+        dataset.check()
+    dataset.set_template("chat", model_id=toy_t_tokenizer())
+    found = dataset.check()
+    assert list(found) == [1, 2]
+    assert "no assistant turn" in found[1]
+    assert "'messages'" in found[2]
+    with pytest.raises(DataError, match="encode, row 1: .*no assistant turn"):
+        dataset.encode()
+
+
+def test_a_template_of_ones_own():
+    class Letters(Template):
+        def encode(self, trajectory, *, add_generation_prompt=False):
+            return {"input_ids": [ord(c) for c in trajectory["text"]], "labels": 1.5, "tag": {"a": trajectory["text"]}}
+
+        def check(self, trajectory):
+            return None
+
+        def decode(self, ids, **kwargs):
+            return "".join(map(chr, ids))
+
+        def parse(self, text):
+            return {"role": "assistant", "content": text}
+
+    dataset = Dataset([{"text": "ab"}, {"text": "c"}])
+    dataset.set_template(Letters())
+    dataset.encode()
+    assert list(dataset) == [
+        {"input_ids": [97, 98], "labels": 1.5, "tag": {"a": "ab"}},
+        {"input_ids": [99], "labels": 1.5, "tag": {"a": "c"}},
+    ]

@@ -1,0 +1,90 @@
+"""Rows of known data sets to conversations."""
+
+from __future__ import annotations
+
+import pytest
+
+from twinkle_core.data.preprocessors import AlpacaProcessor, MessagesProcessor, SelfCognitionProcessor, ShareGPTProcessor
+from twinkle_core.errors import DataError
+
+
+def test_self_cognition_fills_in_the_names():
+    process = SelfCognitionProcessor(("小星", "Twinkle"), ("我们", "the team"))
+    assert process({"query": "Who are you?", "response": "{{NAME}} by {{AUTHOR}}, {{NAME}}."})["messages"] == [
+        {"role": "user", "content": "Who are you?"},
+        {"role": "assistant", "content": "Twinkle by the team, Twinkle."},
+    ]
+    assert process({"query": "你是谁？", "response": "{{AUTHOR}}的{{NAME}}"})["messages"][1]["content"] == "我们的小星"
+    assert process({"query": "?", "response": "{{NAME}}", "tag": "zh"})["messages"][1]["content"] == "小星"
+    assert SelfCognitionProcessor("A", "B")({"query": "你", "response": "{{NAME}}{{AUTHOR}}"})["messages"][1]["content"] == "AB"
+    with pytest.raises(DataError, match="model_name"):
+        SelfCognitionProcessor(("a", "b", "c"), "x")
+
+
+def test_alpaca():
+    process = AlpacaProcessor(system="s")
+    assert process({"instruction": "add", "input": "1 2", "output": "3", "history": [["a", "b"]]})["messages"] == [
+        {"role": "system", "content": "s"},
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b"},
+        {"role": "user", "content": "add\n1 2"},
+        {"role": "assistant", "content": "3"},
+    ]
+    assert AlpacaProcessor()({"instruction": "x", "input": "", "output": "y"})["messages"][0]["content"] == "x"
+
+
+@pytest.mark.parametrize("form", [("from", "value"), ("role", "content")])
+def test_sharegpt_in_both_forms(form):
+    role, content = form
+    turns = [{role: "human", content: "hi"}, {role: "gpt", content: "yo"}]
+    made = ShareGPTProcessor()({"conversations": turns, "system": "s", "tools": '[{"name": "f"}]'})
+    assert made == {
+        "messages": [
+            {"role": "system", "content": "s"},
+            {"role": "user", "content": "hi"},
+            {"role": "assistant", "content": "yo"},
+        ],
+        "tools": [{"name": "f"}],
+    }
+
+
+def test_sharegpt_calls_tools():
+    turns = [
+        {"from": "human", "value": "hi"},
+        {"from": "function_call", "value": '{"name": "f", "arguments": {"x": 1}}'},
+        {"from": "observation", "value": "5"},
+        {"from": "gpt", "value": "five"},
+    ]
+    messages = ShareGPTProcessor()({"conversations": turns})["messages"]
+    assert [m["role"] for m in messages] == ["user", "assistant", "tool", "assistant"]
+    assert messages[1]["tool_calls"] == [{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}]
+
+
+def test_messages_lose_what_a_typed_file_filled_in():
+    row = {
+        "messages": [{"role": "user", "content": "hi", "tool_calls": None}, {"role": "assistant", "content": "yo", "tool_calls": None}],
+        "tools": None,
+        "user_data": {"answer": 3},
+    }
+    assert MessagesProcessor()(row) == {
+        "messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}],
+        "user_data": {"answer": 3},
+    }
+
+
+@pytest.mark.parametrize(
+    ("process", "row", "text"),
+    [
+        (SelfCognitionProcessor("a", "b"), {"q": "x"}, "SelfCognitionProcessor needs 'query' .* this row has 'q'. .'instruction'"),
+        (AlpacaProcessor(), {"instruction": "x"}, "AlpacaProcessor needs 'output'"),
+        (AlpacaProcessor(), {"instruction": 5, "output": "x"}, "'instruction' is 5, not text"),
+        (ShareGPTProcessor(), {}, "ShareGPTProcessor needs 'conversations' in each row; this row has nothing"),
+        (ShareGPTProcessor(), {"conversations": [{"from": "alien", "value": "x"}]}, "the role of turn 0 is 'alien'"),
+        (ShareGPTProcessor(), {"conversations": [{"from": "function_call", "value": "x{"}]}, "turn 0 is 'x{', not JSON"),
+        (MessagesProcessor(), {"messages": "hi"}, "'messages' is 'hi', not a list"),
+        (MessagesProcessor(), {"messages": [{"content": "x"}]}, "message 0 is"),
+    ],
+)
+def test_what_is_missing_is_named(process, row, text):
+    with pytest.raises(DataError, match=text):
+        process(row)

@@ -1,0 +1,270 @@
+"""Which characters of a rendered conversation the assistant wrote (L1).
+
+Templates rewrite: they drop old thoughts, trim, move the system message, quote tool results. So the rendering of a shorter
+conversation need not be a prefix of the longer one's, and looking for a text in the rendering may find it in the wrong place.
+Instead the conversation is rendered a second time with a mark in place of each text. What stands between the marks is the
+template's own, and there the assistant's turns have clear bounds:
+
+* a turn begins where the generation prompt of that place ends (rendered from the messages before it), so a header, and a
+  ``<think>`` that is part of the prompt, are never trained; tags that the model has to write itself are;
+* it ends with the end token, which is what the template writes after an assistant's text whatever follows. In a family without
+  an end token of its own the next role's token ends the turn, and is trained.
+
+Then the marks are replaced by the texts one after the other, and the result must be the real rendering, character by
+character. What can't be reproduced so, or bounded so, is refused with the number of the turn. Nothing is guessed.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from twinkle_core.errors import TemplateError
+from twinkle_core.templates.marks import Marker, Part, arguments_of, without_arguments
+from twinkle_core.templates.messages import Turn
+
+#: (messages, tools, add_generation_prompt) -> text
+Render = Callable[[Sequence[Turn], "list[Any] | None", bool], str]
+
+_CACHE_SIZE = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """What the assistant wrote in one turn: characters ``start`` to ``end`` of the rendering."""
+
+    turn: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Bound:
+    """A turn in the marked rendering: from ``head`` characters into the literal before mark ``first`` (counted in the
+    rendering) to ``tail`` characters into the literal after mark ``last``."""
+
+    turn: int
+    first: int
+    head: int
+    last: int
+    tail: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Skeleton:
+    literals: list[str]
+    order: list[int]
+    bounds: list[_Bound]
+
+
+class Locator:
+    """Finds the assistant's spans in renderings of one chat template.
+
+    Args:
+        render: the template.
+        boundaries: text -> ends of its tokens, to keep a bound between tokens.
+        special: the tokenizer's special tokens.
+        added: these, and tokens that were added without being special.
+        eos: the tokenizer's end token, if any.
+    """
+
+    def __init__(
+        self,
+        render: Render,
+        boundaries: Callable[[str], Iterable[int]],
+        special: Iterable[str],
+        added: Iterable[str],
+        eos: str | None,
+        nonce: str = "qzTWNKzq",
+    ) -> None:
+        self._render = render
+        self._boundaries = boundaries
+        self._marker = Marker(nonce)
+        self._special = _any_of(special)
+        self._skeletons: dict[str, _Skeleton] = {}
+        self._prompts: dict[str, str] = {}
+        self.end, self.stop, self.header = self._probe(_any_of(added), eos)
+
+    def _probe(self, added: re.Pattern[str], eos: str | None) -> tuple[str, str, str]:
+        """The end token of an assistant's turn ('' if there is none), the next role's token that stands for it then, and the
+        generation prompt after a user's turn.
+        """
+        mark = self._marker.mark
+        talk: list[Turn] = [{"role": "user", "content": mark(0)}, {"role": "assistant", "content": mark(1)}]
+        longer = [*talk, {"role": "user", "content": mark(2)}, {"role": "assistant", "content": mark(3)}]
+        after = [self._after(self._render(t, None, False), 1) for t in (talk, longer)]
+        closing = _common(after)
+        token = added.search(closing)
+        if token is not None:
+            end = token.group()
+        elif eos and eos in closing:
+            end = eos
+        else:
+            end = closing.rstrip()
+        asked, told = (self._after(self._render(talk[:1], None, flag), 0) for flag in (True, False))
+        role = self._special.search(after[1])
+        return end, role.group() if role and not end else "", asked[len(_common([asked, told])) :]
+
+    def _after(self, text: str, number: int) -> str:
+        """What stands after a mark, up to the next one."""
+        literals, order = self._marker.split(text)
+        if number not in order:
+            raise TemplateError.rendering("it leaves out a plain message of a user or an assistant")
+        return literals[order.index(number) + 1]
+
+    # ------------------------------------------------------------------------------------------------ one conversation
+
+    def spans(self, messages: Sequence[Turn], tools: list[Any] | None, text: str) -> list[Span]:
+        """The assistant's spans in ``text``, the rendering of ``messages``, in order.
+
+        Raises:
+            TemplateError: a turn whose place can't be told for certain, or a message that the template leaves out.
+        """
+        if self._marker.nonce in text:
+            raise TemplateError.rendering(f"it holds {self._marker.nonce!r}, which marks places while labels are made")
+        marked, parts = self._marker.replace(messages)
+        key = json.dumps([marked, tools], default=repr)
+        skeleton = self._skeletons.get(key)
+        found = self._fit(skeleton, parts, text) if skeleton is not None else None
+        if not isinstance(found, list):  # none yet, or made when the template wrote another date
+            skeleton = self._analyse(messages, marked, parts, tools)
+            found = self._fit(skeleton, parts, text)
+            if not isinstance(found, list):
+                turn = min(found, len(messages) - 1)
+                raise TemplateError.at(
+                    turn, messages[turn]["role"], "the chat template changes its text in a way that can't be followed"
+                )
+            _remember(self._skeletons, key, skeleton)
+        return found
+
+    def _fit(self, skeleton: _Skeleton, parts: Sequence[Part], text: str) -> list[Span] | int:
+        """Put the texts into the marked rendering. Gives the spans, or the turn at which the result is not the real one."""
+        literals, order = skeleton.literals, skeleton.order
+        if not text.startswith(literals[0]):
+            return parts[order[0]].turn if order else 0
+        starts, at = [0], len(literals[0])
+        for number, literal in zip(order, literals[1:], strict=True):
+            part = parts[number]
+            for form in part.forms():
+                if text.startswith(form, at) and text.startswith(literal, at + len(form)):
+                    break
+            else:
+                return part.turn
+            starts.append(at + len(form))
+            at = starts[-1] + len(literal)
+        if at != len(text):
+            return parts[order[-1]].turn if order else 0
+        return [Span(b.turn, starts[b.first] + b.head, starts[b.last + 1] + b.tail) for b in skeleton.bounds]
+
+    # ------------------------------------------------------------------------------------------------ the marked rendering
+
+    def _analyse(
+        self, messages: Sequence[Turn], marked: Sequence[Turn], parts: Sequence[Part], tools: list[Any] | None
+    ) -> _Skeleton:
+        literals, order = self._marker.split(self._render(marked, tools, False))
+        self._check_complete(messages, parts, order)
+        bounds = []
+        for turn, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            places = [k for k, number in enumerate(order) if parts[number].turn == turn]
+            first, last = places[0], places[-1]
+            if places != list(range(first, last + 1)):
+                raise TemplateError.at(turn, "assistant", "the chat template mixes its text with another message's")
+            head = self._head(turn, marked, tools, literals[first], order[first - 1] if first else None)
+            tail = self._tail(turn, message, literals[last + 1], final=last + 1 == len(order))
+            bounds.append(_Bound(turn, first, head, last, tail))
+        return _Skeleton(literals, order, bounds)
+
+    def _check_complete(self, messages: Sequence[Turn], parts: Sequence[Part], order: Sequence[int]) -> None:
+        """Nothing may be missing but the thoughts of turns before the last question."""
+        present = set(order)
+        if len(present) != len(order):
+            turn = next(parts[n].turn for n in order if order.count(n) > 1)
+            raise TemplateError.at(turn, messages[turn]["role"], "the chat template writes its text twice")
+        asked = max((k for k, m in enumerate(messages) if m["role"] == "user"), default=-1)
+        for number, part in enumerate(parts):
+            if number in present or (part.kind == "thought" and part.turn < asked):
+                continue
+            what = {"content": "content", "thought": "thought", "call": "tool call"}[part.kind]
+            raise TemplateError.at(
+                part.turn,
+                messages[part.turn]["role"],
+                f"the chat template leaves out its {what}; what the model does not see can't be trained. Move or remove it.",
+            )
+        for turn, message in enumerate(messages):
+            if message["role"] == "assistant" and not any(parts[number].turn == turn for number in order):
+                raise TemplateError.at(turn, "assistant", "the chat template shows nothing of it")
+
+    def _head(self, turn: int, marked: Sequence[Turn], tools: list[Any] | None, literal: str, before: int | None) -> int:
+        """How much of the literal before a turn's first text is prompt."""
+        prompt = self._prompt(turn, marked, tools, before)
+        if prompt is None:  # nothing comes before: there is no prompt to ask the template for
+            at = literal.rfind(self.header) if self.header else -1
+            if at < 0:
+                raise TemplateError.at(turn, "assistant", "no user comes before it, and the template has no header")
+            return at + len(self.header)
+        same = len(_common([prompt, literal]))
+        if same < len(prompt):  # an old turn without the thought that the prompt begins: back to the end of a token
+            same = max((end for end in self._boundaries(prompt) if end <= same), default=0)
+            if not same:
+                raise TemplateError.at(turn, "assistant", "the chat template writes another header than its generation prompt")
+        return same
+
+    def _prompt(self, turn: int, marked: Sequence[Turn], tools: list[Any] | None, before: int | None) -> str | None:
+        """The end of the prompt for a turn, from mark ``before`` on."""
+        past = [without_arguments(m) for m in marked[:turn]]
+        if turn and "tool_calls" in marked[turn - 1]:
+            past[-1] = marked[turn - 1]
+        if not any(m["role"] not in ("system", "developer") for m in past):
+            return None
+        key = json.dumps([past, tools if before is None else bool(tools), before], default=repr)
+        if key not in self._prompts:
+            literals, order = self._marker.split(self._render(past, tools, True))
+            if before is None:
+                prompt = literals[0]
+            elif before in order:
+                prompt = literals[order.index(before) + 1]
+            else:
+                raise TemplateError.at(turn, "assistant", "the chat template writes the messages before it in another order")
+            _remember(self._prompts, key, prompt)
+        return self._prompts[key]
+
+    def _tail(self, turn: int, message: Turn, literal: str, final: bool) -> int:
+        """How much of the literal after a turn's last text belongs to the turn."""
+        if self.end:
+            if self.end in arguments_of(message):
+                raise TemplateError.at(turn, "assistant", f"a tool call's arguments hold the end token {self.end!r}")
+            at = literal.find(self.end)
+            if at < 0:
+                raise TemplateError.at(turn, "assistant", f"the chat template writes no end token {self.end!r} after it")
+            return at + len(self.end)
+        token = self._special.search(literal)  # the next role's token is what the model stops with
+        if token is not None:
+            return token.end()
+        if final:
+            return len(literal.rstrip())
+        if "tool_calls" in message:
+            raise TemplateError.at(turn, "assistant", "the chat template does not show where its tool call ends")
+        return 0
+
+
+def _common(texts: Sequence[str]) -> str:
+    """What both texts begin with."""
+    size = next((k for k, (a, b) in enumerate(zip(*texts, strict=False)) if a != b), min(map(len, texts)))
+    return texts[0][:size]
+
+
+def _any_of(tokens: Iterable[str]) -> re.Pattern[str]:
+    words = sorted((re.escape(token) for token in tokens if token), key=len, reverse=True)
+    return re.compile("|".join(words) if words else r"(?!)")
+
+
+def _remember(cache: dict[str, Any], key: str, value: Any) -> None:
+    """Data sets have few shapes of conversations; one with many must not fill the memory."""
+    if len(cache) >= _CACHE_SIZE:
+        cache.clear()
+    cache[key] = value

@@ -1,0 +1,117 @@
+"""Conversations made ready for a chat template (L1): checked, and in the one form that templates expect."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from twinkle_core.errors import TemplateError
+
+#: A message as the chat template sees it.
+Turn = dict[str, Any]
+
+_INLINE_THOUGHT = re.compile(r"^\s*<think>.*?</think>\s*", re.DOTALL)
+
+
+def normalise(
+    trajectory: Mapping[str, Any], *, default_system: str | None, enable_thinking: bool, inline_thoughts: bool
+) -> tuple[list[Turn], list[Any] | None]:
+    """Messages and tools of a conversation, checked; the caller's objects are not changed.
+
+    * Keys of a message that are None are taken out, except ``content``, which templates test for none.
+    * A list of text parts becomes one text.
+    * ``arguments`` of tool calls given as JSON text become a mapping: templates would quote the text once more.
+    * Without ``enable_thinking`` no thought is shown to the template.
+    * ``inline_thoughts``: the template does not know ``reasoning_content``, so thoughts are written ``<think>…</think>``
+      before the content.
+
+    Raises:
+        TemplateError: names the message and what is wrong with it.
+    """
+    messages = trajectory.get("messages") if isinstance(trajectory, Mapping) else None
+    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
+        raise TemplateError.shape(trajectory)
+    turns = [_turn(index, message, enable_thinking, inline_thoughts) for index, message in enumerate(messages)]
+    if default_system is not None and turns[0]["role"] != "system":
+        turns.insert(0, {"role": "system", "content": default_system})
+    return turns, _tools(trajectory.get("tools"))
+
+
+def _turn(index: int, message: Any, enable_thinking: bool, inline_thoughts: bool) -> Turn:
+    if not isinstance(message, Mapping):
+        raise TemplateError.at(index, type(message).__name__, "it is not a mapping with 'role' and 'content'")
+    role = message.get("role")
+    if not isinstance(role, str) or not role:
+        raise TemplateError.at(index, role, "'role' must be a text such as 'user'")
+    turn: Turn = {key: value for key, value in message.items() if value is not None or key == "content"}
+    turn["content"] = _content(index, role, turn)
+    if "tool_calls" in turn:
+        turn["tool_calls"] = [_call(index, role, call) for call in turn["tool_calls"]]
+        if not turn["tool_calls"]:
+            del turn["tool_calls"]
+    if role == "assistant":
+        _thought(index, turn, enable_thinking, inline_thoughts)
+    return turn
+
+
+def _content(index: int, role: str, turn: Turn) -> Any:
+    content = turn.get("content")
+    if isinstance(content, str):
+        return content
+    if content is None:
+        if role != "assistant":
+            raise TemplateError.at(index, role, "it has no 'content'")
+        return None if turn.get("tool_calls") else ""
+    if isinstance(content, Sequence) and all(isinstance(part, Mapping) and "type" in part for part in content):
+        if all(part["type"] == "text" and isinstance(part.get("text"), str) for part in content):
+            return "".join(part["text"] for part in content)
+        return [dict(part) for part in content]
+    raise TemplateError.at(index, role, f"'content' is a {type(content).__name__}, not a text or a list of parts with 'type'")
+
+
+def _call(index: int, role: str, call: Any) -> dict[str, Any]:
+    function = call.get("function", call) if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
+        raise TemplateError.at(index, role, f"a tool call needs {{'function': {{'name', 'arguments'}}}}, not {call!r:.80}")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            parsed = json.loads(arguments) if arguments.strip() else {}
+        except json.JSONDecodeError as cause:
+            way = f"the arguments of tool call '{function['name']}' are not JSON ({cause})"
+            raise TemplateError.at(index, role, way) from cause
+        arguments = parsed
+    if not isinstance(arguments, Mapping) and arguments is not None:
+        way = f"the arguments of tool call '{function['name']}' are no mapping: {arguments!r:.80}"
+        raise TemplateError.at(index, role, way)
+    made = {**function, "arguments": dict(arguments or {})}
+    return {**call, "function": made} if "function" in call else made
+
+
+def _thought(index: int, turn: Turn, enable_thinking: bool, inline: bool) -> None:
+    thought = turn.pop("reasoning_content", None)
+    if thought is not None and not isinstance(thought, str):
+        raise TemplateError.at(index, "assistant", f"'reasoning_content' is a {type(thought).__name__}, not a text")
+    if not enable_thinking:
+        if isinstance(turn["content"], str):
+            turn["content"] = _INLINE_THOUGHT.sub("", turn["content"])
+    elif thought and thought.strip():
+        if inline:
+            turn["content"] = f"<think>\n{thought}\n</think>\n\n{turn['content'] or ''}"
+        else:
+            turn["reasoning_content"] = thought
+
+
+def _tools(tools: Any) -> list[Any] | None:
+    if not tools:
+        return None
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools)
+        except json.JSONDecodeError as cause:
+            raise TemplateError.argument("tools", tools[:80], f"not JSON ({cause})") from cause
+    if not isinstance(tools, Sequence) or isinstance(tools, str):
+        raise TemplateError.argument("tools", tools, "a list of function schemas")
+    return list(tools)
