@@ -804,7 +804,7 @@ class UnknownModelClass(TwinkleError, LookupError):
     def __init__(self, name: str, near: str | None) -> None:
         super().__init__(
             f"transformers has no model class '{name}'.{_meant(near)}\n"
-            f"    give a class, or a name such as 'AutoModelForCausalLM' or 'LlamaForCausalLM'; a folder or hub id goes into model_id=..."
+            f"    give a class, or a name such as 'AutoModelForCausalLM'; a folder or hub id goes into model_id=..."
         )
 
 
@@ -840,7 +840,7 @@ class ManyProcesses(TwinkleError, RuntimeError):
         )
 
 
-class NoBackend(TwinkleError, ValueError):
+class NoDevice(TwinkleError, ValueError):
     """A device that isn't there."""
 
     def __init__(self, device: str) -> None:
@@ -851,9 +851,7 @@ class PackingLeaks(TwinkleError, ValueError):
     """Packing asked of a model whose rows then see each other."""
 
     def __init__(self, model: str, why: str) -> None:
-        super().__init__(
-            f"{model} can't train on packed rows: {why}.\n    use a processor with padding_free=False"
-        )
+        super().__init__(f"{model} can't train on packed rows: {why}.\n    use a processor with padding_free=False")
 
 
 class NotComputed(TwinkleError, ValueError):
@@ -876,10 +874,9 @@ class WeightsMismatch(CheckpointMismatch):
         parted: Sequence[str] = (),
     ) -> None:
         shapes = [f"{key} is {list(there)} in the file and {list(here)} here" for key, there, here in misshapen]
+        found = {"missing": missing, "unknown": unknown, "misshapen": shapes, "tied here, different there": parted}
         lines = [
-            f"{label} ({len(keys)}): {', '.join(keys[:5])}{', ...' if len(keys) > 5 else ''}"
-            for label, keys in (("missing", missing), ("unknown", unknown), ("misshapen", shapes), ("tied here, different there", parted))
-            if keys
+            f"{label} ({len(keys)}): {', '.join(keys[:5])}{', ...' if len(keys) > 5 else ''}" for label, keys in found.items() if keys
         ]
         TwinkleError.__init__(self, f"the tensors don't fit {what}. Nothing was loaded.\n    " + "\n    ".join(lines))
 

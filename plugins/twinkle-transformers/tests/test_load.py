@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import time
+import socket
 
 import pytest
 import torch
@@ -49,7 +49,7 @@ def test_config_alone_gives_random_weights():
         model(config=tiny_config()),
         model(LlamaForCausalLM, config=tiny_config()),
         model("LlamaForCausalLM", config=tiny_config(num_hidden_layers=1), num_hidden_layers=2),
-        model(LlamaForCausalLM, **{k: v for k, v in tiny_config().to_dict().items() if k in ("vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads", "num_key_value_heads")}),
+        model(LlamaForCausalLM, vocab_size=264, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4),
     ):
         assert m.module.config.num_hidden_layers == 2
         assert m.module.config.hidden_size == 32
@@ -100,13 +100,17 @@ def test_fp8_names_what_it_needs(tiny):
         TransformersModel(model_id=tiny, mixed_precision="fp8")
 
 
-def test_missing_path_is_told_at_once_without_a_hub(tmp_path):
-    began = time.perf_counter()
+def test_missing_path_is_told_at_once_without_a_hub(tmp_path, monkeypatch):
+    def refuse(*args, **kwargs):
+        raise AssertionError("a network connection was tried")
+
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
     with pytest.raises(TwinkleError, match="no-such-folder"):
         model(model_id=tmp_path / "no-such-folder")
     with pytest.raises(TwinkleError, match="no-such-folder"):
         model(model_id="./no-such-folder/at/all")
-    assert time.perf_counter() - began < 1.0
 
 
 @pytest.mark.parametrize("hub", ["hf", "ms"])
@@ -152,12 +156,12 @@ def test_device_that_is_not_there(tiny):
 
 
 @pytest.mark.parametrize(("has_bf16", "lines"), [(False, 1), (True, 0)])
-def test_one_line_about_slow_bf16(tiny, monkeypatch, capsys, has_bf16, lines):
+def test_one_line_about_slow_bf16(tiny, monkeypatch, caplog, has_bf16, lines):
     monkeypatch.setattr(load, "cpu_has_bf16", lambda: has_bf16)
     model(model_id=tiny, mixed_precision="no", device_mesh=DeviceMesh.from_sizes(device_type="cpu"))
-    assert "bf16" not in capsys.readouterr().err
+    assert not caplog.records
     TransformersModel(model_id=tiny, device_mesh=DeviceMesh.from_sizes(device_type="cpu"))
-    said = [line for line in capsys.readouterr().err.splitlines() if "mixed_precision='no'" in line]
+    said = [r for r in caplog.records if "mixed_precision='no'" in r.getMessage() and "\n" not in r.getMessage()]
     assert len(said) == lines
 
 

@@ -137,6 +137,13 @@ class TransformersEngine(LoopEngine):
         if "logits" in needs:
             output["logits"] = logits
         if needs & TOKEN_NEEDS:
+            labels = batch["labels"]
+            if labels.is_floating_point() or labels.shape != logits.shape[:-1]:
+                raise NotComputed(
+                    self._name(),
+                    "logps",
+                    f"labels {list(labels.shape)} ({labels.dtype}) are no classes of logits {list(logits.shape)}; set_loss('mse') or a function",
+                )
             output.update(_named(needs, logps_from_logits(logits, batch["labels"], **_wanted(needs), temperature=temperature)))
         if "values" in needs:
             if logits.shape[-1] != 1:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from twinkle_core import settings
-from twinkle_core.errors import ManyProcesses, ModelNotLoaded, NoBackend, NoModel, UnknownModelClass, WrongArgument
+from twinkle_core.errors import ManyProcesses, ModelNotLoaded, NoDevice, NoModel, UnknownModelClass, WrongArgument
 from twinkle_core.log import get_logger
 from twinkle_core.names import closest
 from twinkle_transformers.precision import Precision, cpu_has_bf16
@@ -51,7 +51,7 @@ def pick_device(mesh: DeviceMesh | None) -> torch.device:
     if kind == "cpu":
         return torch.device("cpu")
     if accelerator is None or accelerator.type != kind:
-        raise NoBackend(kind)
+        raise NoDevice(kind)
     return torch.device(kind, settings.local_rank() or 0)
 
 
@@ -168,6 +168,10 @@ def set_checkpointing(model: Any, wanted: bool | None) -> None:
     """Gradient checkpointing on, off, or (None) off too: half of a step's time is not spent unasked."""
     if wanted:
         # the re-entrant kind loses gradients where no input of a block requires one, as under LoRA
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        settings = {"use_reentrant": False}
+        if hasattr(model, "activation_checkpointing_enable"):  # the newer name; the older one warns there
+            model.activation_checkpointing_enable(activation_checkpointing_kwargs=settings)
+        else:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=settings)
     elif any(getattr(m, "gradient_checkpointing", False) for m in model.modules()):
         model.gradient_checkpointing_disable()

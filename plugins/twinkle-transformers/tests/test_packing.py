@@ -1,0 +1,94 @@
+"""Packed rows keep apart, or packing is refused with the reason."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from twinkle_core.errors import PackingLeaks
+from twinkle_core.processors.input import InputProcessor
+from twinkle_transformers.model import TransformersModel
+from twinkle_transformers.testing import tiny_config
+
+
+def rows(*lengths):
+    g = torch.Generator().manual_seed(2)
+    made = [torch.randint(3, 250, (n,), generator=g).tolist() for n in lengths]
+    return [{"input_ids": ids, "labels": [*ids[1:], -100]} for ids in made]
+
+
+def packed(module_config=None, **kwargs):
+    m = TransformersModel(config=module_config or tiny_config(), mixed_precision="no", **kwargs)
+    m.set_processor(InputProcessor(padding_free=True))
+    return m
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_B28_packed_rows_do_not_see_each_other(attention):
+    """Other tokens in a do not move b's logits at all, and b's are what they are alone."""
+    m = packed(attn_implementation=attention)
+    a, other, b = rows(5, 5, 4)
+    together = m.forward_only([a, b]).logits[0, 5:]
+    assert torch.equal(m.forward_only([other, b]).logits[0, 5:], together)
+    torch.testing.assert_close(m.forward_only([b]).logits[0], together, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_packed_and_padded_give_one_loss_and_one_gradient(attention):
+    batch, found = rows(9, 1, 4, 6), []
+    m = packed(attn_implementation=attention)
+    m.set_optimizer("sgd", lr=0.0)
+    for free in (True, False):
+        m.set_processor(InputProcessor(padding_free=free))
+        loss = m.forward_backward(batch)
+        m.clip_grad_norm(float("inf"))
+        found.append((float(loss), torch.cat([p.grad.flatten() for p in m.module.parameters()])))
+        m.zero_grad(drop=True)
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-6)
+    assert (found[0][1] - found[1][1]).norm() / found[1][1].norm() < 1e-5
+
+
+def mamba():
+    from transformers import MambaConfig
+
+    return MambaConfig(vocab_size=264, hidden_size=32, state_size=8, num_hidden_layers=2, intermediate_size=64)
+
+
+def bert():
+    from transformers import BertConfig
+
+    return BertConfig(
+        vocab_size=264, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64
+    )
+
+
+@pytest.mark.parametrize(("config", "told"), [(mamba, "state along the sequence"), (bert, "attention")])
+def test_a_model_whose_rows_leak_is_refused_with_the_reason(config, told):
+    cls = {"mamba": "AutoModelForCausalLM", "bert": "AutoModelForMaskedLM"}[config().model_type]
+    m = packed(config(), model_cls=cls)
+    m.set_optimizer("sgd")
+    before = {k: v.clone() for k, v in m.module.state_dict().items()}
+    with pytest.raises(PackingLeaks, match=rf"(?s){told}.*padding_free=False"):
+        m.forward_backward(rows(4, 4))
+    assert all(p.grad is None for p in m.module.parameters())
+    assert all(torch.equal(v, before[k]) for k, v in m.module.state_dict().items())
+    m.set_processor(InputProcessor(padding_free=False))
+    assert float(m.forward_backward(rows(4, 4))) > 0
+
+
+def test_linear_attention_is_refused():
+    pytest.importorskip("transformers.models.qwen3_5")
+    from transformers.models.qwen3_5 import configuration_qwen3_5, modeling_qwen3_5
+
+    config = configuration_qwen3_5.Qwen3_5TextConfig(
+        vocab_size=264, hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=8, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=8,
+    )  # fmt: skip
+    m = packed(config, model_cls=modeling_qwen3_5.Qwen3_5ForCausalLM)
+    with pytest.raises(PackingLeaks, match="state along the sequence"):
+        m.forward_only(rows(4, 4))
+
+
+def test_one_row_needs_no_probe():
+    m = packed(mamba(), model_cls="AutoModelForCausalLM")
+    assert m.forward_only(rows(4)).logits.shape == (1, 4, 264)
