@@ -6,9 +6,7 @@ __getattr__, __dir__, __all__ = attach(
     __name__,
     {
         "Dataset": "twinkle_core.data.dataset:Dataset",
-        "DatasetMeta": "twinkle_core.data.dataset:DatasetMeta",
-        "IterableDataset": "twinkle_core.data.dataset:IterableDataset",
+        "DatasetMeta": "twinkle_core.data.sources:DatasetMeta",
         "LazyDataset": "twinkle_core.data.dataset:LazyDataset",
-        "PackingDataset": "twinkle_core.data.dataset:PackingDataset",
     },
 )

@@ -134,7 +134,7 @@ def scan(path: Sequence[str] | None = None) -> Index:
             # old build left behind; of two equals the first wins, as it does for import.
             if name not in found or rank < found[name][0]:
                 found[name] = (rank, entries)
-    return Index((e for _, entries in found.values() for e in entries), faults)
+    return Index((e for _, entries in found.values() for e in entries), dict.fromkeys(faults))
 
 
 def _distributions(path: Sequence[str] | None) -> Iterable[Any]:

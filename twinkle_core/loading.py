@@ -122,7 +122,8 @@ def lacking(cls: type, contract: type) -> list[str]:
     """Methods of a contract that a class leaves open, as ``__call__(inputs, outputs)``."""
     missing = []
     for name in sorted(getattr(contract, "__abstractmethods__", ())):
-        mine = inspect.getattr_static(cls, name, None)
+        # not getattr: every class has its metaclass's __call__
+        mine = next((vars(base)[name] for base in cls.__mro__ if name in vars(base)), None)
         if mine is None or getattr(mine, "__isabstractmethod__", False):
             parameters = list(inspect.signature(getattr(contract, name)).parameters.values())[1:]
             fixed = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD and p.default is p.empty]

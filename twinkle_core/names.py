@@ -35,6 +35,7 @@ CONTRACTS = {
     "processor": ("twinkle_core.contracts.processor", "Processor"),
     "runtime": ("twinkle_core.contracts.runtime", "Runtime"),
 }
+SHORTEST_BEGINNING = 3
 
 
 def kind_of(word: str) -> str:
@@ -53,10 +54,9 @@ def kind_of(word: str) -> str:
 def fold(kind: str, name: str) -> str:
     """The key under which a name is compared: ``infonce InfoNCE info_nce InfonceLoss`` have one."""
     key = re.sub(r"[-_]", "", name).lower()
-    for suffix in SUFFIXES[kind]:
-        if key.endswith(suffix) and key != suffix:
-            return key.removesuffix(suffix)
-    return key
+    if key in SUFFIXES[kind]:
+        return key
+    return next((key.removesuffix(suffix) for suffix in SUFFIXES[kind] if key.endswith(suffix)), key)
 
 
 def normalise(distribution: str) -> str:
@@ -65,7 +65,13 @@ def normalise(distribution: str) -> str:
 
 
 def closest(word: str, known: Iterable[str]) -> str | None:
-    """The known word that was probably meant, whatever its case; None when none is near."""
-    by_key = {k.lower(): k for k in known}
-    near = difflib.get_close_matches(word.lower(), by_key, 1, 0.6)
-    return by_key[near[0]] if near else None
+    """The known word that was probably meant, whatever its case: the most similar one, or the only one that begins so."""
+    by_key: dict[str, str] = {}
+    for k in known:
+        by_key.setdefault(k.lower(), k)
+    wanted = word.lower()
+    near = difflib.get_close_matches(wanted, by_key, 1, 0.6)
+    longer = [key for key in by_key if key.startswith(wanted)] if len(wanted) >= SHORTEST_BEGINNING else []
+    if near:
+        return by_key[near[0]]
+    return by_key[longer[0]] if len(longer) == 1 else None

@@ -76,9 +76,10 @@ class Plugins:
         self._listen(Entry(HOOK_MODULES, name, name), plugin)
 
     def unregister(self, name: str) -> None:
-        """Listen no longer."""
+        """Listen no longer. ``name``: as in ``register``; ``distribution/entry`` for an installed module."""
         self._manager.unregister(name=name)
         self._entries.pop(name, None)
+        self._records.pop(name, None)
 
     def components(self, kind: str) -> list[Entry]:
         """What the hook ``twinkle_components`` gives for a kind, with who gave it."""

@@ -62,8 +62,9 @@ def _package(kind: str, reference: str, repository: str, folder: Path) -> Module
         raise BadRemoteComponent(kind, reference, f"{folder} has no __init__.py")
     spec = importlib.util.spec_from_file_location(name, source, submodule_search_locations=[str(folder)])
     assert spec is not None and spec.loader is not None  # a file that exists has both
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    ran = attempt(lambda: spec.loader.exec_module(module))
+    loader, module = spec.loader, importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    ran = attempt(lambda: loader.exec_module(module))
     if ran.error is not None:
         for loaded in [m for m in sys.modules if m == name or m.startswith(name + ".")]:
             del sys.modules[loaded]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -34,7 +35,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     traceback = "--traceback" in arguments
     arguments = [a for a in arguments if a != "--traceback"]
     try:
-        return _run(arguments)
+        status = _run(arguments)
+        sys.stdout.flush()  # a reader that has gone is noticed here, not on the interpreter's way out
+        return status
     except TwinkleError as error:
         if traceback:
             raise
@@ -43,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:  # the reader (head, less) has gone: nothing to tell anybody
-        sys.stdout = None  # type: ignore[assignment]
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left to flush has nowhere to go
         return 0
 
 

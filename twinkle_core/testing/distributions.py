@@ -40,7 +40,9 @@ def write_distribution(
     groups = dict(entry_points or {})
     if api is not None:
         groups["api"] = {f"v{api}": stem}
-    text = "".join(f"[twinkle.{group}]\n" + "".join(f"{k} = {v}\n" for k, v in names.items()) for group, names in groups.items())
+    text = "".join(
+        f"[twinkle.{group}]\n" + "".join(f"{k} = {v}\n" for k, v in names.items()) for group, names in groups.items()
+    )
     (home / "entry_points.txt").write_text(text)
     for path, source in (modules or {}).items():
         file = folder / path

@@ -1,0 +1,79 @@
+"""The command line itself."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from twinkle_core import hookimpl, plugins
+from twinkle_core.cli import main as program
+from twinkle_core.errors import UnknownCommand
+from twinkle_core.version import __version__
+
+
+def test_help_lists_the_commands(capsys):
+    assert program.main([]) == 0
+    text = capsys.readouterr().out
+    assert all(command in text for command in program.COMMANDS)
+    with pytest.raises(SystemExit) as end:
+        program.main(["--help"])
+    assert end.value.code == 0
+
+
+def test_version(capsys):
+    assert program.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"twinkle {__version__}\n"
+
+
+def test_an_unknown_command_is_answered_with_the_near_one(capsys):
+    assert program.main(["plugns"]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("UnknownCommand: unknown command 'plugns'. Did you mean 'plugins'?\n    commands: ")
+    with pytest.raises(UnknownCommand):
+        program.main(["plugns", "--traceback"])
+
+
+def test_an_error_is_its_text(capsys):
+    assert program.main(["show", "loss/cros_entropy"]) == 1
+    assert capsys.readouterr().err.startswith("UnknownName: unknown loss 'cros_entropy'. Did you mean 'cross_entropy'?")
+
+
+def test_ctrl_c_is_no_traceback(monkeypatch):
+    def interrupted(arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(program, "_run", interrupted)
+    assert program.main(["doctor"]) == 130
+
+
+def test_a_plugin_adds_a_command(capsys):
+    class Commands:
+        @hookimpl
+        def twinkle_register_commands(self, subparsers):
+            parser = subparsers.add_parser("greet", help="says hello")
+            parser.add_argument("--name", default="you")
+            parser.set_defaults(run=lambda args: print(f"hello {args.name}") or 7)
+
+    plugins.register(Commands(), "greeter")
+    try:
+        assert program.main(["greet", "--name", "Ann"]) == 7
+        assert capsys.readouterr().out == "hello Ann\n"
+        program.main([])
+        assert "says hello" in capsys.readouterr().out
+        assert program.main(["gret"]) == 1
+        assert "Did you mean 'greet'" in capsys.readouterr().err
+    finally:
+        plugins.unregister("greeter")
+
+
+def test_it_runs_as_a_module_too():
+    done = subprocess.run([sys.executable, "-m", "twinkle", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout == f"twinkle {__version__}\n"
+
+
+def test_a_reader_that_left_is_no_error():
+    command = f"{sys.executable} -m twinkle plugins | true; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert "Traceback" not in done.stderr and "BrokenPipe" not in done.stderr

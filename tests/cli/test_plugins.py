@@ -1,0 +1,215 @@
+"""``twinkle plugins``, ``show`` and ``doctor``."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+import time
+
+import pytest
+
+from twinkle_core import plugins, registry
+from twinkle_core.cli import doctor, probe, show
+from twinkle_core.cli.main import main
+from twinkle_core.errors import BadReference
+from twinkle_core.index import Entry
+from twinkle_core.testing.distributions import write_distribution
+
+
+@pytest.fixture
+def installed(tmp_path, monkeypatch):
+    """Add distributions to what this process has."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def add(name, version="0.3", **kwargs):
+        write_distribution(tmp_path, name, version, **kwargs)
+        registry.refresh()
+
+    yield add
+    registry.refresh()
+
+
+def shown(capsys, *arguments):
+    status = main(["plugins", "--json", *arguments])
+    document = json.loads(capsys.readouterr().out)
+    return status, {(row["kind"], row["name"]): row for row in document["components"] + document["hook_modules"]}, document
+
+
+def test_the_table(capsys):
+    assert main(["plugins", "--kind", "optimizers"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["kind", "name", "class", "distribution", "version", "state"]
+    assert any(line.split()[:4] == ["optimizer", "adamw", "AdamW", "twinkle-core"] for line in lines)
+    assert not any(line.startswith("loss") for line in lines)
+
+
+def test_first_party_that_is_absent_is_named_with_its_command(capsys):
+    main(["plugins", "--kind", "model"])
+    assert "    pip install twinkle-megatron  # model 'megatron'" in capsys.readouterr().out
+
+
+def test_without_load_nothing_is_imported(installed, capsys):
+    installed("acme", entry_points={"losses": {"shiny": "acme_unimported:ShinyLoss"}}, modules={"acme_unimported.py": "1/0"})
+    status, rows, _ = shown(capsys)
+    assert (status, rows["loss", "shiny"]["state"]) == (0, "installed")
+    assert "acme_unimported" not in sys.modules
+
+
+def test_load_tells_what_is_broken(installed, capsys):
+    installed(
+        "acme",
+        entry_points={"patches": {n: f"acme_{n}:Patch" for n in ("exits", "fine", "loud", "raises")}},
+        modules={
+            "acme_raises.py": "raise ImportError('libfoo missing')",
+            "acme_exits.py": "import os; os._exit(3)",
+            "acme_loud.py": "import os; os.write(1, b'noise\\n'); print('more'); class_ = 1\nclass Patch: pass",
+            "acme_fine.py": "class Patch: pass",
+        },
+    )
+    status, rows, _ = shown(capsys, "--kind", "patches", "--load")
+    assert status == 1
+    assert {name: row["state"] for (_, name), row in rows.items()} == {
+        "raises": "broken", "exits": "broken", "loud": "ok", "fine": "ok",
+    }  # fmt: skip
+    assert "ImportError: libfoo missing" in rows["patch", "raises"]["why"]
+    assert rows["patch", "exits"]["why"] == "its import ended the process (exit status 3)"
+    main(["plugins", "--kind", "patches", "--load"])
+    text = capsys.readouterr().out
+    assert "patch 'exits' from acme 0.3: its import ended the process" in text
+    assert text.count("patch 'raises' from acme 0.3") == 1
+
+
+def test_states_that_need_no_import(installed, capsys, monkeypatch):
+    installed("acme", entry_points={"patches": {"same": "acme:P", "odd": "acme:Q"}})
+    installed("beta", entry_points={"patches": {"Same": "beta:P"}})
+    installed("off", entry_points={"patches": {"off": "off:P"}})
+    installed("future", entry_points={"patches": {"later": "future:P"}}, api=2)
+    monkeypatch.setenv("TWINKLE_DISABLE_PLUGINS", "off")
+    status, rows, _ = shown(capsys, "--kind", "patch")
+    assert status == 0
+    states = {row["distribution"] + "/" + row["name"]: row["state"] for row in rows.values()}
+    assert states == {
+        "acme/same": "shared name",
+        "beta/Same": "shared name",
+        "acme/odd": "installed",
+        "off/off": "off",
+        "future/later": "other API",
+    }
+    assert rows["patch", "same"]["why"] == "beta has this name too; ask for 'acme/same'"
+    assert "plugin API 2" in rows["patch", "later"]["why"]
+
+
+def test_a_hook_module_with_a_fault_is_shown(installed, capsys):
+    installed(
+        "bad-hooks", entry_points={"plugins": {"bad": "bad_hooks_mod"}}, modules={"bad_hooks_mod.py": "raise ValueError('no')"}
+    )
+    source = "from twinkle_core import hookimpl\n@hookimpl\ndef twinkle_aftr_step(): ...\n"
+    installed("odd-hooks", entry_points={"plugins": {"odd": "odd_hooks_mod"}}, modules={"odd_hooks_mod.py": source})
+    status, rows, _ = shown(capsys)
+    assert status == 1
+    assert "ValueError: no" in rows["plugins", "bad"]["why"]
+    assert "Did you mean 'twinkle_after_step'" in rows["plugins", "odd"]["why"]
+
+
+def test_damaged_metadata_is_shown(installed, capsys, tmp_path):
+    home = write_distribution(tmp_path, "bad", "1", {"losses": {"bad": "bad:B"}})
+    (home / "METADATA").write_text("Metadata-Version: 2.1\n")
+    registry.refresh()
+    status, _, document = shown(capsys)
+    assert status == 1
+    assert len(document["faults"]) == 1 and str(home) in document["faults"][0]
+
+
+def test_a_child_that_hangs_is_ended(tmp_path, monkeypatch):
+    (tmp_path / "hangs_mod.py").write_text("import time; time.sleep(60)")
+    (tmp_path / "fine_mod.py").write_text("A = 1")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    importlib.invalidate_caches()
+    entries = [Entry("loss", name, f"{name}_mod:{attribute}", "d", "1") for name, attribute in (("fine", "A"), ("hangs", "A"))]
+    began = time.monotonic()
+    assert probe.probe(entries, timeout=3.0) == ["", "its import took longer than 3 s"]
+    assert time.monotonic() - began < 20
+
+
+def test_the_listing_is_quick():
+    """Under 0.3 s of CPU, interpreter included; the best of three, since others may run."""
+    import resource
+    import subprocess
+
+    def cpu():
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run([sys.executable, "-m", "twinkle", "plugins"], stdout=subprocess.DEVNULL, check=True)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+    assert min(cpu() for _ in range(3)) < 0.3
+
+
+class TestShow:
+    def test_a_third_partys_loss(self, installed, capsys):
+        source = (
+            "from twinkle_core import Loss\nclass ShinyLoss(Loss):\n    '''Shines.\n\n    More of it.'''\n"
+            "    needs = frozenset({'logps', 'entropies'})\n    scope = 'row'\n"
+            "    def __init__(self, gamma: float = 2.0, *, soft: bool = False): pass\n"
+            "    def __call__(self, inputs, outputs): pass\n"
+        )
+        installed("acme", entry_points={"losses": {"shiny": "acme_shown:ShinyLoss"}}, modules={"acme_shown.py": source})
+        assert main(["show", "losses/acme/Shiny"]) == 0
+        assert capsys.readouterr().out == (
+            "loss 'shiny'\n"
+            "    from         acme 0.3\n"
+            "    class        acme_shown:ShinyLoss\n"
+            "    needs        entropies, logps\n"
+            "    scope        row\n"
+            "    token_local  False\n"
+            "    parameters   gamma: float = 2.0\n"
+            "                 soft: bool = False\n"
+            "\n    Shines.\n\n    More of it.\n"
+        )
+
+    def test_an_optimizer(self):
+        text = show.describe("optimizer", "AdamW")
+        assert "torch.optim:AdamW" in text and "weight_decay: float" in text
+
+    @pytest.mark.parametrize("reference", ["loss", "loss/", "los/x", "/x"])
+    def test_a_reference_that_is_none(self, reference):
+        with pytest.raises(BadReference, match="is not KIND/NAME"):
+            main(["show", reference, "--traceback"])
+
+
+class TestDoctor:
+    def test_the_report(self, installed, capsys, monkeypatch, tmp_path):
+        monkeypatch.setenv("TWINKLE_CACHE", str(tmp_path / "not" / "there"))
+        hook = "@hookimpl\ndef twinkle_report_header():\n    return ['acme is well', 'and so']\n"
+        source = "from twinkle_core import hookimpl\n" + hook
+        installed("acme", entry_points={"plugins": {"acme": "acme_reporting"}}, modules={"acme_reporting.py": source})
+        monkeypatch.setattr(doctor, "plugin_faults", list)
+        assert main(["doctor"]) == 0
+        plugins.unregister("acme/acme")
+        text = capsys.readouterr().out
+        for word in (
+            "twinkle-core",
+            "python",
+            "torch",
+            "TWINKLE_CACHE",
+            str(tmp_path / "not" / "there"),
+            "GiB",
+            "acme is well",
+            "and so",
+        ):
+            assert word in text
+
+    def test_faults_are_listed(self, installed):
+        installed(
+            "acme", entry_points={"losses": {"bad": "acme_bad_one:L"}}, modules={"acme_bad_one.py": "raise OSError('disk')"}
+        )
+        assert any("OSError: disk" in fault for fault in doctor.plugin_faults())
+
+    def test_bf16_is_read_from_the_flags(self, tmp_path):
+        cpuinfo = tmp_path / "cpuinfo"
+        cpuinfo.write_text("flags : sse avx512_bf16 avx2\n")
+        assert doctor.cpu_has_bf16(cpuinfo)
+        cpuinfo.write_text("flags : sse avx512f avx2\n")
+        assert not doctor.cpu_has_bf16(cpuinfo)
+        assert not doctor.cpu_has_bf16(tmp_path / "absent")

@@ -1,0 +1,201 @@
+"""Hook modules: loaded and called in isolation."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from twinkle_core import hookimpl, hookspecs
+from twinkle_core.errors import BadHook, HookFailed
+from twinkle_core.registry import Registry
+
+IMPORT = "from twinkle_core import hookimpl\n"
+
+
+def warnings_of(caplog):
+    return [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+
+
+@pytest.fixture
+def warned(caplog):
+    caplog.set_level(logging.WARNING, logger="twinkle")
+    return lambda: warnings_of(caplog)
+
+
+def hook_module(site, dist, source, module=None):
+    module = module or dist.replace("-", "_") + "_hooks"
+    site.add(dist, "0.3", entry_points={"plugins": {dist: module}}, modules={f"{module}.py": IMPORT + source})
+
+
+def states(names):
+    return {r.entry.dist: r.state for r in names.plugins().records()}
+
+
+def test_hooks_get_any_subset_of_the_parameters(site):
+    source = "seen = []\n@hookimpl\ndef twinkle_after_step(result):\n    seen.append(result)\n    return 'a'\n"
+    hook_module(site, "alpha", source)
+    hook_module(site, "beta", "@hookimpl\ndef twinkle_after_step(session, result):\n    return (session, result)\n")
+    names = site.registry()
+    answers = names.plugins().hooks().twinkle_after_step(session="s", result="r")
+    assert sorted(answers, key=str) == [("s", "r"), "a"]
+    assert states(names) == {"alpha": "loaded", "beta": "loaded"}
+
+
+def test_one_broken_module_is_one_warning(site, warned):
+    hook_module(site, "bad", "import no_such_lib\n")
+    hook_module(site, "good", "@hookimpl\ndef twinkle_report_header():\n    return 'good'\n")
+    names = site.registry()
+    for _ in range(3):
+        assert names.plugins().hooks().twinkle_report_header() == ["good"]
+    assert warned() == [
+        "plugin 'bad' from bad 0.3 could not be loaded: ModuleNotFoundError: No module named 'no_such_lib' "
+        "(switch it off: TWINKLE_DISABLE_PLUGINS=bad)"
+    ]
+    assert states(names) == {"bad": "failed", "good": "loaded"}
+    assert "no_such_lib" in next(r.why for r in names.plugins().records() if r.state == "failed")
+
+
+def test_a_repaired_module_is_loaded_after_refresh(site, warned):
+    hook_module(site, "bad", "raise RuntimeError('not yet')\n")
+    names = site.registry()
+    assert names.plugins().hooks().twinkle_report_header() == []
+    site.write("bad_hooks.py", IMPORT + "@hookimpl\ndef twinkle_report_header():\n    return 'well'\n")
+    assert names.plugins().hooks().twinkle_report_header() == []
+    names.refresh()
+    assert names.plugins().hooks().twinkle_report_header() == ["well"]
+    assert states(names) == {"bad": "loaded"}
+    assert len(warned()) == 1
+
+
+def test_a_loaded_module_is_not_loaded_twice(site):
+    hook_module(site, "good", "import builtins\n@hookimpl\ndef twinkle_report_header():\n    return 'good'\n")
+    names = site.registry()
+    for _ in range(2):
+        assert names.plugins().hooks().twinkle_report_header() == ["good"]
+        names.refresh()
+
+
+def test_switched_off(site, monkeypatch):
+    hook_module(site, "acme-hooks", "@hookimpl\ndef twinkle_report_header():\n    return 'here'\n")
+    monkeypatch.setenv("TWINKLE_DISABLE_PLUGINS", "acme_hooks")
+    names = site.registry()
+    assert names.plugins().hooks().twinkle_report_header() == []
+    assert states(names) == {"acme-hooks": "off"}
+
+
+def test_strict(site, monkeypatch):
+    hook_module(site, "bad", "raise RuntimeError('no')\n")
+    monkeypatch.setenv("TWINKLE_STRICT_PLUGINS", "1")
+    names = site.registry()
+    for _ in range(2):  # a failure is not taken for done
+        with pytest.raises(HookFailed, match=r"plugin 'bad' from bad 0\.3 could not be loaded: RuntimeError: no"):
+            names.plugins().hooks()
+
+
+def test_a_hook_that_raises_is_one_warning_and_the_others_answer(site, warned, monkeypatch):
+    hook_module(site, "bad", "@hookimpl\ndef twinkle_after_step(result):\n    raise ValueError('in step')\n")
+    hook_module(site, "good", "@hookimpl\ndef twinkle_after_step(result):\n    return result\n")
+    names = site.registry()
+    for step in range(3):
+        assert names.plugins().hooks().twinkle_after_step(session=None, result=step) in ([step],)
+    assert warned() == [
+        "plugin 'bad' from bad 0.3 failed in twinkle_after_step: ValueError: in step "
+        "(switch it off: TWINKLE_DISABLE_PLUGINS=bad)"
+    ]
+    assert states(names)["bad"] == "failed"
+    monkeypatch.setenv("TWINKLE_STRICT_PLUGINS", "1")
+    with pytest.raises(HookFailed, match="in step"):
+        names.plugins().hooks().twinkle_after_step(session=None, result=1)
+
+
+def test_half_registered_names_are_gone(site, warned):
+    source = (
+        "from twinkle_core.registry import Registry\nimport half_target\n"
+        "half_target.names.register('loss', 'half', int)\nhalf_target.names.register('loss', 'half', int)\n"
+    )
+    names = site.registry()
+    hook_module(site, "half", source)
+    site.write("half_target.py", "names = None\n")
+    import half_target
+
+    half_target.names = names
+    names.register("loss", "kept", str)
+    names.plugins().hooks()
+    assert [e.name for e in names.entries("loss")] == ["kept"]
+    assert "is taken by" in warned()[0]
+
+
+@pytest.mark.parametrize(
+    ("source", "why"),
+    [
+        ("@hookimpl\ndef twinkle_aftr_step(result): ...\n", "there is no such hook. Did you mean 'twinkle_after_step'?"),
+        ("@hookimpl\ndef twinkle_after_step(resalt): ...\n", "resalt"),
+        (
+            "@hookimpl(wrapper=True)\ndef twinkle_after_step(result):\n    return (yield)\n",
+            "wrappers of hooks are not supported",
+        ),
+    ],
+    ids=["unknown hook", "unknown parameter", "wrapper"],
+)
+def test_a_module_with_a_wrong_hook_does_not_listen(site, warned, source, why):
+    hook_module(site, "bad", source + "@hookimpl\ndef twinkle_report_header():\n    return 'half'\n")
+    names = site.registry()
+    assert names.plugins().hooks().twinkle_report_header() == []
+    assert why in warned()[0]
+
+
+def test_a_module_of_this_process():
+    class Watch:
+        def __init__(self):
+            self.seen = []
+
+        @hookimpl
+        def twinkle_metrics_logged(self, step, metrics):
+            self.seen.append((step, metrics))
+
+    watch, plugins = Watch(), Registry(path=()).plugins()
+    plugins.register(watch, "watch")
+    plugins.hooks().twinkle_metrics_logged(step=3, metrics={"loss": 1.0})
+    plugins.unregister("watch")
+    plugins.hooks().twinkle_metrics_logged(step=4, metrics={})
+    assert watch.seen == [(3, {"loss": 1.0})]
+
+
+def test_a_refused_object_leaves_nothing_behind():
+    class Wrong:
+        @hookimpl
+        def twinkle_shutdown(self, no_such): ...
+
+    plugins = Registry(path=()).plugins()
+    for _ in range(2):  # the name is free again
+        with pytest.raises(BadHook):
+            plugins.register(Wrong(), "wrong")
+    assert plugins.hooks().twinkle_shutdown() == []
+
+
+def test_a_hook_module_may_ask_for_names_while_it_loads(site):
+    source = (
+        "from twinkle_core.registry import Registry\nimport sys\n"
+        f"found = Registry(path=[{str(site.folder)!r}]).entries('loss')\n"
+        "@hookimpl\ndef twinkle_report_header():\n    return str(len(found))\n"
+    )
+    hook_module(site, "asks", source)
+    site.add("acme", entry_points={"losses": {"a": "acme:A"}})
+    assert site.registry().plugins().hooks().twinkle_report_header() == ["1"]
+
+
+def test_nobody_listening_costs_next_to_nothing():
+    import timeit
+
+    plugins = Registry(path=()).plugins()
+    plugins.hooks()
+    best = (
+        min(timeit.repeat(lambda: plugins.hooks().twinkle_after_step(session=None, result=None), number=1000, repeat=5)) / 1000
+    )
+    assert best < 50e-6  # about 2 µs where nothing else runs
+
+
+def test_every_hook_of_the_specification_is_documented():
+    assert len(hookspecs.NAMES) == 12
+    assert all(getattr(hookspecs, name).__doc__ for name in hookspecs.NAMES)

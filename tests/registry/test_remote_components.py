@@ -1,0 +1,65 @@
+"""Components in a repository of a hub: only on explicit trust."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+
+import pytest
+
+import twinkle_core
+from twinkle_core import errors
+
+
+@pytest.fixture
+def hub(site, monkeypatch, tmp_path):
+    """A hub whose repositories are folders: name -> files."""
+    fetched = []
+
+    def add(repository, **files):
+        folder = tmp_path / "hub" / repository
+        folder.mkdir(parents=True)
+        for name, source in files.items():
+            (folder / f"{name}.py").write_text(source)
+
+    def resolve(reference):
+        fetched.append(reference)
+        return tmp_path / "hub" / reference.partition("://")[2]
+
+    fake = ModuleType("twinkle_core.hub")
+    fake.resolve, fake.add, fake.fetched = resolve, add, fetched
+    monkeypatch.setitem(sys.modules, "twinkle_core.hub", fake)
+    monkeypatch.setattr(twinkle_core, "hub", fake, raising=False)
+    return fake
+
+
+def test_nothing_is_fetched_without_trust(site, hub):
+    with pytest.raises(errors.RemoteCodeRefused):
+        site.registry().resolve("loss", "hf://acme/losses")
+    assert hub.fetched == []
+
+
+def test_two_repositories_do_not_shadow_each_other(site, hub, monkeypatch):
+    monkeypatch.setenv("TWINKLE_TRUST_REMOTE_CODE", "1")
+    hub.add("acme/losses", __init__="from .parts import MineLoss", parts="class MineLoss:\n    who = 'acme'")
+    hub.add("beta/losses", __init__="from .parts import MineLoss\nclass Other: pass", parts="class MineLoss:\n    who = 'beta'")
+    names = site.registry()
+    assert names.resolve("loss", "hf://acme/losses").who == "acme"
+    assert names.resolve("loss", "ms://beta/losses#mine").who == "beta"
+    assert names.resolve("loss", "hf://acme/losses#MineLoss") is names.resolve("loss", "hf://acme/losses")
+    assert [row["name"] for row in names.snapshot()][:2] == ["hf://acme/losses", "hf://acme/losses#MineLoss"]
+    with pytest.raises(errors.BadRemoteComponent, match=r"defines MineLoss, Other\n.*hf://beta/losses#Class"):
+        names.resolve("loss", "hf://beta/losses")
+
+
+def test_a_repository_that_fails_leaves_no_module_behind(site, hub, monkeypatch):
+    monkeypatch.setenv("TWINKLE_TRUST_REMOTE_CODE", "1")
+    hub.add("acme/bad", __init__="from . import fine\nraise RuntimeError('no')", fine="")
+    hub.add("acme/empty")
+    with pytest.raises(errors.BadRemoteComponent, match="RuntimeError: no"):
+        site.registry().resolve("loss", "hf://acme/bad")
+    assert not [m for m in sys.modules if m.startswith("twinkle_remote_hf_acme_bad")]
+    with pytest.raises(errors.BadRemoteComponent, match=r"has no __init__\.py"):
+        site.registry().resolve("loss", "hf://acme/empty")
+    with pytest.raises(errors.BadRemoteComponent, match="'ftp://' is no hub"):
+        site.registry().resolve("loss", "ftp://acme/bad")
