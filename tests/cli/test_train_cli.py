@@ -1,4 +1,4 @@
-"""``twinkle train``: what it leaves, that a broken-off run ends as an unbroken one, and that faults are told before anything."""
+"""``twinkle train``: what it leaves, that a broken-off run ends as an unbroken one, and that faults are told first."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from twinkle_core import errors
 from twinkle_core.cli.main import main
 
+BUNDLED = "bundled://self-cognition"
 SLOW_LOSS = """
 import time
 from twinkle_core.losses.cross_entropy import CrossEntropyLoss
@@ -140,7 +141,8 @@ def test_evaluation_is_logged_and_changes_nothing(config, twinkle, tmp_path, lin
         "preprocessor": {"cls": "self_cognition", "model_name": "Ada", "model_author": "me"},
     }
     twinkle("train", config())
-    twinkle("train", config(), "--eval_dataset", json.dumps(evaluation), "--training.eval_steps", 3, "--output_dir", tmp_path / "e")
+    words = ["--eval_dataset", json.dumps(evaluation), "--training.eval_steps", 3, "--output_dir", tmp_path / "e"]
+    twinkle("train", config(), *words)
     plain, with_eval = lines(tmp_path / "out/metrics.jsonl"), lines(tmp_path / "e/metrics.jsonl")
     assert [row["step"] for row in with_eval if "eval_loss" in row] == [3, 4]
     assert plain == [{k: v for k, v in row.items() if not k.startswith("eval_")} for row in with_eval]
@@ -165,11 +167,11 @@ def test_accumulation_and_micro_batches_are_one_batch(config, twinkle, tmp_path)
         ({"loss": "cros_entropy"}, "unknown loss 'cros_entropy'. Did you mean 'cross_entropy'?"),
         ({"optimizer": {"cls": "adamw", "lrr": 1}}, "has no parameter 'lrr'. Did you mean 'lr'?"),
         ({"optimizer": {"cls": "adamw", "params": []}}, "params"),
-        ({"scheduler": {"cls": "cosine_warmup", "num_warmup": 1}}, "has no parameter 'num_warmup'. Did you mean 'num_warmup_steps'?"),
+        ({"scheduler": {"cls": "cosine_warmup", "num_warmup": 1}}, "Did you mean 'num_warmup_steps'?"),
         ({"metrics": ["loss", "acuracy"]}, "Did you mean 'accuracy'?"),
         ({"model": {"id": "/nowhere/model"}}, "/nowhere/model"),
         ({"dataset": {"id": "rows.jsonl"}}, "rows.jsonl"),
-        ({"dataset": {"id": "bundled://self-cognition", "preprocessor": {"cls": "self_cognition", "modelname": "x"}}}, "'model_name'"),
+        ({"dataset": {"id": BUNDLED, "preprocessor": {"cls": "self_cognition", "modelname": "x"}}}, "'model_name'"),
         ({"adapter": {"r": 2, "arguments": {"use_rslra": True}}}, "Did you mean 'use_rslora'?"),
         ({"adapter": {"path": "/nowhere/adapter"}}, "there is no folder /nowhere/adapter"),
         ({"model": {"id": "quickstart", "cls": "megatron"}}, "pip install twinkle-megatron"),

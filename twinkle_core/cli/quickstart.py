@@ -112,7 +112,7 @@ def quiet() -> Iterator[None]:
     import transformers
 
     bars = transformers.utils.logging.is_progress_bar_enabled(), datasets.are_progress_bars_disabled()
-    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     datasets.disable_progress_bars()
     try:
         with warnings.catch_warnings():
@@ -120,7 +120,7 @@ def quiet() -> Iterator[None]:
             yield
     finally:
         if bars[0]:
-            transformers.utils.logging.enable_progress_bar()
+            transformers.utils.logging.enable_progress_bar()  # type: ignore[no-untyped-call]
         if not bars[1]:
             datasets.enable_progress_bars()
 
