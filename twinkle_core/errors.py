@@ -7,10 +7,21 @@ state changes, unless its text says otherwise.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 
 class TwinkleError(Exception):
-    """Base of all errors raised on purpose by twinkle."""
+    """Base of all errors raised on purpose by twinkle. They travel between processes whatever their constructors take."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), self.args, self.__dict__)
+
+
+def _rebuild(cls: type[TwinkleError], args: tuple[Any, ...], state: dict[str, Any]) -> TwinkleError:
+    error = cls.__new__(cls)
+    error.args = args
+    error.__dict__.update(state)
+    return error
 
 
 # ---------------------------------------------------------------------------------------------------- names and plugins
@@ -464,7 +475,7 @@ class NoChatTemplate(TemplateError):
     def __init__(self, name: object) -> None:
         super().__init__(
             f"the tokenizer of {name} has no chat template (a base model?).\n"
-            f"    Give one with chat_template=…, use an instruct model's tokenizer, or train plain text: use_chat_template=False."
+            f"    Give one with chat_template=…, take an instruct model's, or train plain text with use_chat_template=False."
         )
 
 
@@ -644,6 +655,13 @@ class RowsChanged(TwinkleError, ValueError):
             f"for each conversation, no longer fits.\n"
             f"    encode first (template.batch_encode), then give rows and a '{name}' that fits them"
         )
+
+
+class BadLossSetting(TwinkleError, ValueError):
+    """A setting of a loss that is out of its range."""
+
+    def __init__(self, loss: str, name: str, value: object, allowed: str) -> None:
+        super().__init__(f"{loss}({name}={value!r}): {name} must be {allowed}.")
 
 
 class BadLossResult(TwinkleError, TypeError):

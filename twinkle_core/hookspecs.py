@@ -17,7 +17,6 @@ A hook that raises is one warning; training goes on.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pluggy
@@ -81,12 +80,12 @@ def twinkle_metrics_logged(step: int, metrics: Mapping[str, float]) -> None:
 
 
 @hookspec
-def twinkle_checkpoint_saved(path: Path, session: Session) -> None:
+def twinkle_checkpoint_saved(path: str, session: Session) -> None:
     """A checkpoint is whole on disk."""
 
 
 @hookspec
-def twinkle_checkpoint_loaded(path: Path, session: Session) -> None:
+def twinkle_checkpoint_loaded(path: str, session: Session) -> None:
     """A checkpoint's state is in place."""
 
 

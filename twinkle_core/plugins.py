@@ -38,6 +38,7 @@ class Plugins:
         self._names = names
         self._manager = pluggy.PluginManager(hookspecs.PROJECT)
         self._manager.add_hookspecs(hookspecs)
+        self._loaded: list[Any] = []
         self._entries: dict[str, Entry] = {}  # by the name under which pluggy knows the module
         self._records: dict[str, Record] = {}
         self._warned: set[tuple[str, str]] = set()
@@ -95,12 +96,13 @@ class Plugins:
 
     def _admit(self, entry: Entry) -> None:
         """Load one hook module, unless it is there or switched off."""
-        if entry.qualified in self._entries:
+        record = self._records.get(entry.qualified)
+        if (record is not None and record.state == "loaded") or entry.qualified in self._entries:
             return
         if entry.disabled:
             self._records[entry.qualified] = Record(entry, "off")
             return
-        got = self._attempt(lambda: self._listen(entry, loading.load(entry, api.SUPPORTED)))
+        got = self._attempt(lambda: self._listen_once(entry, loading.load(entry, api.SUPPORTED)))
         if got.error is None:
             self._records[entry.qualified] = Record(entry, "loaded")
         else:
@@ -128,6 +130,12 @@ class Plugins:
             get_logger("plugins").warning("%s", failure)
 
     # ------------------------------------------------------------------------------------------------ listening
+
+    def _listen_once(self, entry: Entry, plugin: Any) -> None:
+        """A module that two entries name hears each hook once."""
+        if not any(plugin is other for other in self._loaded):
+            self._listen(entry, plugin)
+            self._loaded.append(plugin)
 
     def _listen(self, entry: Entry, plugin: Any) -> None:
         """Give pluggy the marked functions of a module, each wrapped so that its failure stays its own."""

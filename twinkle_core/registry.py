@@ -161,6 +161,7 @@ class Registry:
         live = self.entries(kind)
         names = sorted({e.name for e in live})
         words = [e.qualified for e in live] if dist else [*names, *(e.cls for e in live if e.cls)]
+        words += [known for k, known in KNOWN if k == kind and not dist]  # asked for again, it says what to install
         return UnknownName(kind, PLURAL[kind], name, closest(name, words), names)
 
     # ------------------------------------------------------------------------------------------------ entries to objects

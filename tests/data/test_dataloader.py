@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import subprocess
@@ -20,6 +21,15 @@ from twinkle_core.mesh import DeviceMesh
 
 def rank(r: int, of: int) -> SimpleNamespace:
     return SimpleNamespace(data_rank=r, data_world_size=of)
+
+
+def flat(batches):
+    return list(itertools.chain.from_iterable(batches))
+
+
+def forever(loader):
+    while True:
+        yield from loader
 
 
 def epochs(loader: DataLoader, count: int) -> list[list[list[int]]]:
@@ -60,7 +70,7 @@ def test_B16_resume_within_the_second_epoch_keeps_its_order():
     assert state == {"consumed_train_samples": 14}
     resumed, _ = run(3, 14, 3)
     assert resumed == unbroken[7:]
-    first, second = sum(unbroken[:5], []), sum(unbroken[5:], [])
+    first, second = flat(unbroken[:5]), flat(unbroken[5:])
     assert sorted(first) == sorted(second) == list(range(10))
     assert first != second
 
@@ -136,12 +146,18 @@ def test_B59_len_is_the_true_count_and_all_rows_come_round(rule):
     for _ in range(3):
         batches = list(loader)
         assert len(batches) == len(loader)
-        seen.update(sum(batches, []))
+        seen.update(flat(batches))
     assert seen == set(range(10))
 
 
 SETUPS = st.fixed_dictionaries(
-    {"size": st.integers(1, 40), "batch_size": st.integers(1, 9), "world": st.integers(1, 4), "shuffle": st.booleans(), "seed": st.integers(0, 5)}
+    {
+        "size": st.integers(1, 40),
+        "batch_size": st.integers(1, 9),
+        "world": st.integers(1, 4),
+        "shuffle": st.booleans(),
+        "seed": st.integers(0, 5),
+    }
 )
 
 
@@ -151,13 +167,16 @@ def test_over_the_ranks_each_row_comes_once_an_epoch(setup):
     assume(setup["batch_size"] >= setup["world"])
     kwargs = {k: setup[k] for k in ("batch_size", "shuffle", "seed")}
     whole = epochs(DataLoader(range(setup["size"]), **kwargs), 2)
-    ranks = [epochs(DataLoader(range(setup["size"]), device_mesh=rank(r, setup["world"]), **kwargs), 2) for r in range(setup["world"])]
+    ranks = [
+        epochs(DataLoader(range(setup["size"]), device_mesh=rank(r, setup["world"]), **kwargs), 2)
+        for r in range(setup["world"])
+    ]
     for epoch, single in enumerate(whole):
         parts = [r[epoch] for r in ranks]
         assert {len(p) for p in parts} == {len(single)}
-        assert [sum(batch, []) for batch in zip(*parts, strict=True)] == single
+        assert [flat(batch) for batch in zip(*parts, strict=True)] == single
         assert all(max(map(len, b)) - min(map(len, b)) <= 1 for b in zip(*parts, strict=True))
-        assert sorted(sum(single, [])) == list(range(setup["size"]))
+        assert sorted(flat(single)) == list(range(setup["size"]))
 
 
 @settings(max_examples=150, deadline=None)
@@ -167,10 +186,6 @@ def test_resumed_is_unbroken(setup, rule, steps, data):
     assume(setup["batch_size"] >= max(setup["world"], rule.get("min_batch_size", 1)))
     assume(setup["size"] >= (setup["batch_size"] if rule.get("drop_last") else rule.get("min_batch_size", 1)))
     kwargs = {**{k: setup[k] for k in ("batch_size", "shuffle", "seed")}, **rule}
-
-    def forever(loader):
-        while True:
-            yield from loader
 
     unbroken = DataLoader(range(setup["size"]), **kwargs)
     run = forever(unbroken)
@@ -183,7 +198,7 @@ def test_resumed_is_unbroken(setup, rule, steps, data):
         loader.resume_from_checkpoint(state)
         ranks.append(forever(loader))
     for _ in range(data.draw(st.integers(1, 12))):
-        assert sum((next(r) for r in ranks), []) == next(run)
+        assert flat(next(r) for r in ranks) == next(run)
 
 
 def test_leaving_early_passes_over_the_rest():
@@ -195,6 +210,23 @@ def test_leaving_early_passes_over_the_rest():
     second = list(loader)
     assert loader.get_state() == {"consumed_train_samples": 12}
     assert second == epochs(DataLoader(range(6), batch_size=2, shuffle=True), 2)[1]
+
+
+def test_an_iterator_that_was_not_read_costs_nothing():
+    loader = DataLoader(range(6), batch_size=2)
+    loader.resume_from_checkpoint(2)
+    iter(loader)
+    assert list(loader) == [[2, 3], [4, 5]]
+
+
+def test_of_two_iterators_the_newer_moves_the_position():
+    loader = DataLoader(range(4), batch_size=2)
+    older = iter(loader)
+    next(older)
+    newer = iter(loader)
+    next(newer)
+    assert list(older) == [[2, 3]]
+    assert loader.get_state() == {"consumed_train_samples": 6}
 
 
 def test_rows_read_ahead_are_not_consumed():
@@ -255,6 +287,19 @@ def test_a_stream_resumes_by_reading_through():
     again = DataLoader(Stream(), batch_size=2)
     again.resume_from_checkpoint(7)
     assert epochs(again, 2) == [[[2, 3], [4]], [[0, 1], [2, 3], [4]]]
+    for steps in range(8):
+        unbroken, resumed = (DataLoader(Stream(), batch_size=2, drop_last=True) for _ in range(2))
+        run = forever(unbroken)
+        for _ in range(steps):
+            next(run)
+        resumed.resume_from_checkpoint(unbroken.get_state()["consumed_train_samples"])
+        assert list(itertools.islice(forever(resumed), 5)) == list(itertools.islice(run, 5))
+    again.resume_from_checkpoint(5)
+    assert list(again) == [[0, 1], [2, 3], [4]], "a position at the end of a pass begins the next"
+    with pytest.raises(DataError, match="num_workers=1 needs"):
+        DataLoader(Stream(), batch_size=2, num_workers=1)
+    with pytest.raises(DataError, match="5 rows gives no batch"):
+        list(DataLoader(Stream(), batch_size=8, drop_last=True))
     with pytest.raises(DataError, match="shuffle=True needs to know the data set's length"):
         DataLoader(Stream(), batch_size=2, shuffle=True)
     with pytest.raises(TypeError, match="len"):

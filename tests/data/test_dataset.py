@@ -17,10 +17,15 @@ from twinkle_core.errors import BareId, DataError, NoSuchPath, UnknownName, Wron
 from twinkle_core.templates.chat import ChatTemplate
 from twinkle_core.testing.tokenizers import chatml_tokenizer, toy_t_tokenizer
 
+
+def calling(name, arguments, **more):
+    return {"role": "assistant", "tool_calls": [{"function": {"name": name, "arguments": arguments}}], **more}
+
+
 CALLS = [
-    {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "a", "arguments": {"x": 1}}}]}]},
-    {"messages": [{"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "b", "arguments": {"y": 1.5, "z": None, "l": [1, "a"]}}}]}], "tools": [{"p": {}}]},
-]  # fmt: skip
+    {"messages": [{"role": "user", "content": "hi"}, calling("a", {"x": 1}, content=None)]},
+    {"messages": [calling("b", {"y": 1.5, "z": None, "l": [1, "a"]}, content="")], "tools": [{"p": {}}]},
+]
 
 
 @pytest.fixture(autouse=True)
@@ -68,7 +73,11 @@ def test_encoded_rows_are_saved_too(name, tmp_path):
 
 @pytest.mark.parametrize(
     "text",
-    ['{"a": {"x": 1}}\n\n{"a": {"y": 2}}\n', '[{"a": {"x": 1}}, {"a": {"y": 2}}]', '{"data": [{"a": {"x": 1}}, {"a": {"y": 2}}]}'],
+    [
+        '{"a": {"x": 1}}\n\n{"a": {"y": 2}}\n',
+        '[{"a": {"x": 1}}, {"a": {"y": 2}}]',
+        '{"data": [{"a": {"x": 1}}, {"a": {"y": 2}}]}',
+    ],
 )
 def test_json_in_its_forms(text, tmp_path):
     (tmp_path / "rows.json").write_text(text)
@@ -194,7 +203,7 @@ def test_preprocessors_are_names_classes_or_objects():
 
 def test_a_row_that_fails_is_named_and_nothing_changes():
     dataset = Dataset([{"instruction": "hi", "output": "yo"}, {"instruction": "hi", "answer": "yo"}])
-    with pytest.raises(DataError, match="AlpacaProcessor, row 1: AlpacaProcessor needs 'output'.*has 'instruction', 'answer'"):
+    with pytest.raises(DataError, match=r"AlpacaProcessor, row 1: AlpacaProcessor needs 'output'.*has 'instruction', 'answer'"):
         dataset.map("alpaca")
     with pytest.raises(DataError, match="returned a int"):
         dataset.map(lambda row: 5)
@@ -250,7 +259,7 @@ def test_encode_is_the_template_of_each_row():
     lazy.set_template(ChatTemplate, model_id=toy_t_tokenizer())
     lazy.encode()
     assert [lazy[i] for i in range(2)] == list(lazy) == list(dataset)
-    with pytest.raises(DataError, match="encode\\(\\) comes before|encoded already"):
+    with pytest.raises(DataError, match="encoded already"):
         dataset.map(lambda row: row)
 
 
@@ -283,8 +292,10 @@ def test_check_says_which_rows_and_why():
     assert list(found) == [1, 2]
     assert "no assistant turn" in found[1]
     assert "'messages'" in found[2]
-    with pytest.raises(DataError, match="encode, row 1: .*no assistant turn"):
-        dataset.encode()
+    for processes in (None, 2):
+        with pytest.raises(DataError, match=r"encode, row 1: .*no assistant turn"):
+            dataset.encode(num_proc=processes)
+    assert dataset[0] == talk("hi", "yo")
 
 
 def test_a_template_of_ones_own():

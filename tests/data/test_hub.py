@@ -29,16 +29,16 @@ def test_a_local_path_is_taken(tmp_path):
 
 def test_a_path_that_is_not_there_is_told_at_once(tmp_path, no_network):
     (tmp_path / "qwen").mkdir()
-    with pytest.raises(NoSuchPath, match="does not exist.*Did you mean '.*/qwen'") as caught:
+    with pytest.raises(NoSuchPath, match=r"does not exist.*Did you mean '.*/qwen'") as caught:
         hub.resolve(tmp_path / "qwem")
     assert isinstance(caught.value, FileNotFoundError)
-    with pytest.raises(NoSuchPath, match="the dataset path './nowhere/rows.jsonl'"):
+    with pytest.raises(NoSuchPath, match=r"the dataset path './nowhere/rows.jsonl'"):
         hub.resolve("./nowhere/rows.jsonl", kind="dataset")
 
 
 def test_an_id_without_its_hub_names_both_forms(tmp_path, monkeypatch, no_network):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(BareId, match="'hf://org/name'.*'ms://org/name'"):
+    with pytest.raises(BareId, match=r"'hf://org/name'.*'ms://org/name'"):
         hub.resolve("org/name")
     (tmp_path / "org" / "name").mkdir(parents=True)
     assert hub.resolve("org/name") == tmp_path / "org" / "name"
@@ -90,7 +90,12 @@ def test_a_download_passes_the_id_kind_and_revision(prefix, module, tmp_path, mo
 
     monkeypatch.setattr(__import__(module), "snapshot_download", fake)
     assert hub.resolve(prefix + "org/name", kind="dataset", revision="v2", allow_patterns=["*.json"]) == tmp_path
-    assert (asked["name"], asked["repo_type"], asked["revision"], asked["allow_patterns"]) == ("org/name", "dataset", "v2", ["*.json"])
+    assert (asked["name"], asked["repo_type"], asked["revision"], asked["allow_patterns"]) == (
+        "org/name",
+        "dataset",
+        "v2",
+        ["*.json"],
+    )
 
 
 def _errors():
@@ -133,7 +138,9 @@ def test_modelscope_without_a_network_takes_its_cache(tmp_path, monkeypatch):
     assert hub.resolve("ms://org/name") == tmp_path
 
 
-@pytest.mark.parametrize(("given", "module", "pip"), [("hf://a/b", "huggingface_hub", "huggingface-hub"), ("ms://a/b", "modelscope", "modelscope")])
+@pytest.mark.parametrize(
+    ("given", "module", "pip"), [("hf://a/b", "huggingface_hub", "huggingface-hub"), ("ms://a/b", "modelscope", "modelscope")]
+)
 def test_a_missing_client_is_named_with_the_command(given, module, pip, monkeypatch):
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(NeedsLibrary, match=rf"the model '{given}' needs '{module}'[\s\S]*pip install {pip}"):

@@ -62,7 +62,10 @@ def test_sharegpt_calls_tools():
 
 def test_messages_lose_what_a_typed_file_filled_in():
     row = {
-        "messages": [{"role": "user", "content": "hi", "tool_calls": None}, {"role": "assistant", "content": "yo", "tool_calls": None}],
+        "messages": [
+            {"role": "user", "content": "hi", "tool_calls": None},
+            {"role": "assistant", "content": "yo", "tool_calls": None},
+        ],
         "tools": None,
         "user_data": {"answer": 3},
     }
@@ -75,7 +78,11 @@ def test_messages_lose_what_a_typed_file_filled_in():
 @pytest.mark.parametrize(
     ("process", "row", "text"),
     [
-        (SelfCognitionProcessor("a", "b"), {"q": "x"}, "SelfCognitionProcessor needs 'query' .* this row has 'q'. .'instruction'"),
+        (
+            SelfCognitionProcessor("a", "b"),
+            {"q": "x"},
+            "SelfCognitionProcessor needs 'query' .* this row has 'q'. .'instruction'",
+        ),
         (AlpacaProcessor(), {"instruction": "x"}, "AlpacaProcessor needs 'output'"),
         (AlpacaProcessor(), {"instruction": 5, "output": "x"}, "'instruction' is 5, not text"),
         (ShareGPTProcessor(), {}, "ShareGPTProcessor needs 'conversations' in each row; this row has nothing"),

@@ -35,7 +35,10 @@ def test_B24_an_end_token_that_is_the_padding_token_keeps_its_label(side):
 
 def test_B27_real_tokens_of_a_left_padded_row_stand_at_0_1_2():
     """Positions count real tokens, and every per-token field is padded on the same side."""
-    rows = [row([11, 12, 13], [12, 13, -100], weights=[1.0, 2.0, 3.0]), row([21, 22, 23, 24, 25], [22, 23, 24, 25, -100], weights=[1.0] * 5)]
+    rows = [
+        row([11, 12, 13], [12, 13, -100], weights=[1.0, 2.0, 3.0]),
+        row([21, 22, 23, 24, 25], [22, 23, 24, 25, -100], weights=[1.0] * 5),
+    ]
     batch = InputProcessor(padding_side="left").collate(rows)
     real = batch["attention_mask"][0].bool()
     assert batch["position_ids"][0][real].tolist() == [0, 1, 2]
@@ -88,7 +91,12 @@ ROWS = st.lists(st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=9), min
 
 
 @settings(max_examples=60, deadline=None)
-@given(ROWS, st.sampled_from([(False, "right", None), (False, "left", None), (False, "right", 8), (False, "left", 4), (True, "right", None)]))
+@given(
+    ROWS,
+    st.sampled_from(
+        [(False, "right", None), (False, "left", None), (False, "right", 8), (False, "left", 4), (True, "right", None)]
+    ),
+)
 def test_collating_and_unpacking_gives_the_rows_back(rows, how):
     free, side, multiple = how
     processor = InputProcessor(padding_free=free, padding_side=side, pad_to_multiple_of=multiple)
@@ -103,7 +111,10 @@ def test_collating_and_unpacking_gives_the_rows_back(rows, how):
 
 
 def test_what_belongs_to_a_row_is_stacked():
-    rows = [row([1, 2], 1.5, reward=2, name="a", image=[[1.0, 2.0]]), row([1, 2, 3], 0.5, reward=3, name="b", image=[[3.0, 4.0]])]
+    rows = [
+        row([1, 2], 1.5, reward=2, name="a", image=[[1.0, 2.0]]),
+        row([1, 2, 3], 0.5, reward=3, name="b", image=[[3.0, 4.0]]),
+    ]
     batch = InputProcessor().collate(rows)
     assert batch["labels"].tolist() == [1.5, 0.5]
     assert batch["reward"].tolist() == [2, 3]
@@ -159,7 +170,8 @@ def test_a_padded_row_can_not_be_packed():
 
 
 @pytest.mark.parametrize(
-    "kwargs", [{"padding_side": "top"}, {"pad_to_multiple_of": 0}, {"padding_free": True, "pad_to_multiple_of": 8}, {"pad_id": -1}]
+    "kwargs",
+    [{"padding_side": "top"}, {"pad_to_multiple_of": 0}, {"padding_free": True, "pad_to_multiple_of": 8}, {"pad_id": -1}],
 )
 def test_bad_arguments_are_told_at_construction(kwargs):
     with pytest.raises(BadRow, match="=".join(map(str, list(kwargs.items())[-1])).replace("top", "'top'")):

@@ -199,3 +199,17 @@ def test_nobody_listening_costs_next_to_nothing():
 def test_every_hook_of_the_specification_is_documented():
     assert len(hookspecs.NAMES) == 12
     assert all(getattr(hookspecs, name).__doc__ for name in hookspecs.NAMES)
+
+
+def test_a_module_that_two_entries_name_hears_each_hook_once(site):
+    source = IMPORT + "calls = []\n@hookimpl\ndef twinkle_shutdown():\n    calls.append(1)\n"
+    site.add("one", entry_points={"plugins": {"a": "shared_hooks", "b": "shared_hooks"}}, modules={"shared_hooks.py": source})
+    site.add("two", entry_points={"plugins": {"c": "shared_hooks"}})
+    names = site.registry()
+    for count in (1, 2):
+        names.plugins().hooks().twinkle_shutdown()
+        names.refresh()
+        import shared_hooks
+
+        assert len(shared_hooks.calls) == count
+    assert states(names) == {"one": "loaded", "two": "loaded"}

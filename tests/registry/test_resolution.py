@@ -128,6 +128,15 @@ def test_an_installed_name_comes_before_one_of_a_hook(site):
     assert site.registry().resolve("loss", "focal").__name__ == "FocalLoss"
 
 
+def test_hints(site):
+    focal(site)
+    for wrong, meant in (("acme-loses/focal", "acme-losses/focal"), ("FocalLos", "FocalLoss"), ("foc", "focal")):
+        with pytest.raises(errors.UnknownName, match=f"Did you mean '{meant}'"):
+            site.registry().resolve("loss", wrong)
+    with pytest.raises(errors.UnknownName, match="Did you mean 'megatron'"):
+        site.registry().resolve("model", "megatorn")
+
+
 def test_allow_list_spares_first_party(site, monkeypatch):
     focal(site, "acme-losses", "acme_losses", name="a")
     focal(site, "beta-losses", "beta_losses", name="b")

@@ -65,7 +65,7 @@ def cpu_has_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
     if not cpuinfo.is_file():
         return False
     flags = cpuinfo.read_text(errors="replace").split()
-    return bool({"avx512_bf16", "amx_bf16", "bf16", "avx_ne_convert"} & set(flags))
+    return bool({"avx512_bf16", "amx_bf16", "bf16"} & set(flags))
 
 
 def libraries() -> list[tuple[str, str]]:

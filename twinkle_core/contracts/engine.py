@@ -99,7 +99,7 @@ class Engine(ABC):
         """Reduce, unscale, and multiply by ``scale``. Core calls it once for each window.
 
         Returns:
-            Whether all gradients are finite.
+            Whether all gradients are finite, on all ranks.
         """
 
     @abstractmethod

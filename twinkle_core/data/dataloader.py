@@ -67,6 +67,8 @@ class DataLoader:
         self._size = _size(self.dataset)
         if self._size is None and shuffle:
             raise DataError.unsized("shuffle=True")
+        if self._size is None and num_workers:
+            raise DataError.unsized(f"num_workers={num_workers}")
         if self._size is not None and not self._rule.count(self._size):
             rule = "drop_last" if drop_last else f"min_batch_size={self._rule.smallest}"
             if not self._size:
@@ -108,7 +110,6 @@ class DataLoader:
             self._position += self._size - self._position % self._size  # the rest of an epoch that was left
         if not self._rule.count(self._size - self._position % self._size):
             self._position += self._size - self._position % self._size  # no batch is left of this one
-        self._fresh = False
         return self._epoch(reader, *divmod(self._position, self._size))
 
     def _epoch(self, reader: object, epoch: int, offset: int) -> Iterator[list[Any]]:
@@ -119,7 +120,7 @@ class DataLoader:
         start = epoch * self._size
         for rows, (_, after) in zip(self._read(mine), cuts, strict=True):
             if self._reader is reader:
-                self._position = start + after
+                self._position, self._fresh = start + after, False
             yield rows
 
     def _read(self, batches: Sequence[list[int]]) -> Iterator[list[Any]]:
@@ -140,25 +141,28 @@ class DataLoader:
         )
 
     def _stream(self, reader: object) -> Iterator[list[Any]]:
-        """An epoch is one pass. How long it is shows only at its end, so a position beyond it is found by reading through."""
-        skip = self._position if self._fresh else 0
-        self._fresh = False
-        rows = iter(self.dataset)
-        passed = 0
-        while skip:
-            taken = sum(1 for _ in itertools.islice(rows, skip))
-            if taken < skip:
-                passed += taken
-                if not passed:
-                    raise DataError.empty("the data set")
-                rows = iter(self.dataset)
-            skip -= taken
-        while batch := list(itertools.islice(rows, self.batch_size)):
-            if self._reader is reader:
-                self._position += len(batch)
-            if len(batch) < self._rule.smallest:
+        """An epoch is one pass. How long it is shows only at its end, so a position is found by reading up to it."""
+        skip, self._fresh = (self._position if self._fresh else 0), False
+        while True:
+            rows, read, yielded = iter(self.dataset), 0, False
+            passed = sum(1 for _ in itertools.islice(rows, skip))
+            skip -= passed
+            read += passed
+            while batch := list(itertools.islice(rows, self.batch_size)):
+                read += len(batch)
+                if self._reader is reader:
+                    self._position += len(batch)
+                if len(batch) < self._rule.smallest:
+                    break
+                yielded = True
+                yield list(share(batch, self._rank, self._world_size))
+            if yielded:
                 return
-            yield list(share(batch, self._rank, self._world_size))
+            if not read:
+                raise DataError.empty("the data set")
+            if not passed:
+                raise DataError.no_batches(read, f"batch_size={self.batch_size} and batches of at least {self._rule.smallest}")
+            # The position was at the end of a pass: this epoch is the next one.
 
 
 def _as_they_are(rows: list[Any]) -> list[Any]:
@@ -176,5 +180,3 @@ def _size(dataset: Any) -> int | None:
 def _whole(name: str, value: Any, least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise DataError.argument(name, value, f"a whole number from {least} up")
-
-

@@ -115,7 +115,7 @@ class Dataset:
         name = getattr(function, "__name__", None) or type(function).__name__
 
         def work(row: Row, index: int) -> list[Mapping[str, Any]]:
-            new = _in_row(name, index, function, row)
+            new = in_row(name, index, function, row)
             if new is not None and not isinstance(new, Mapping):
                 raise DataError.returned(name, new)
             return [] if new is None else [new]
@@ -130,7 +130,7 @@ class Dataset:
         name = getattr(function, "__name__", None) or type(function).__name__
 
         def work(row: Row, index: int) -> list[Row]:
-            return [row] if _in_row(name, index, function, row) else []
+            return [row] if in_row(name, index, function, row) else []
 
         self._run(work, f"filter {name}", num_proc, dataset_meta)
         return self
@@ -170,7 +170,7 @@ class Dataset:
         template = self._needs_template()
 
         def work(row: Row, index: int) -> list[Mapping[str, Any]]:
-            return _as_list(_in_row("encode", index, template.encode, row))  # type: ignore[arg-type]
+            return as_list(in_row("encode", index, template.encode, row))  # type: ignore[arg-type]
 
         self._run(work, "encode", num_proc, None, encoded=True)
         self._encoded = True
@@ -267,7 +267,7 @@ class LazyDataset(Dataset):
         row = super()._row(index)
         if not self._encoded:
             return row
-        encoded = _as_list(_in_row("encode", index, self._needs_template().encode, row))  # type: ignore[arg-type]
+        encoded = as_list(in_row("encode", index, self._needs_template().encode, row))  # type: ignore[arg-type]
         if len(encoded) != 1:
             raise DataError.lazy("delete" if not encoded else "split")
         return dict(encoded[0])
@@ -276,7 +276,7 @@ class LazyDataset(Dataset):
         return (self._row(i) for i in range(len(self)))
 
 
-def _in_row(what: str, index: int, function: Callable[[Row], Any], row: Row) -> Any:
+def in_row(what: str, index: int, function: Callable[[Row], Any], row: Row) -> Any:
     """Call it; twinkle's own errors get the row's number. Others keep their traceback, which says more."""
     try:
         return function(row)
@@ -284,5 +284,6 @@ def _in_row(what: str, index: int, function: Callable[[Row], Any], row: Row) -> 
         raise DataError.in_row(what, index, cause) from cause
 
 
-def _as_list(encoded: Any) -> list[Mapping[str, Any]]:
+def as_list(encoded: Any) -> list[Mapping[str, Any]]:
+    """What a template made of one conversation, as rows."""
     return [] if encoded is None else list(encoded) if isinstance(encoded, list) else [encoded]

@@ -22,9 +22,7 @@ class SelfCognitionProcessor:
         system: a system message put before each conversation.
     """
 
-    def __init__(
-        self, model_name: str | Sequence[str], model_author: str | Sequence[str], system: str | None = None
-    ) -> None:
+    def __init__(self, model_name: str | Sequence[str], model_author: str | Sequence[str], system: str | None = None) -> None:
         self.names = _pair("model_name", model_name)
         self.authors = _pair("model_author", model_author)
         self.system = system

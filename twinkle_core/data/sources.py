@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bz2
 import gzip
+import itertools
 import json
 import lzma
 import warnings
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from twinkle_core import hub
+from twinkle_core import hub, settings
 from twinkle_core.data import store
 from twinkle_core.errors import DataError, NoSuchPath
 
@@ -66,6 +67,54 @@ def load(meta: DatasetMeta) -> datasets.Dataset:
     """
     table = store.from_rows(meta.data) if meta.data is not None else _read(hub.resolve(meta.dataset_id, kind="dataset"), meta)
     return table if meta.data_slice is None else _take(table, meta)
+
+
+def check_stream(meta: DatasetMeta) -> None:
+    """What can be told of a stream before it is read.
+
+    Raises:
+        HubError: a local path that is not there, or an id without its hub. DataError: a slice that a stream can't give.
+    """
+    if meta.data_slice is not None and not (isinstance(meta.data_slice, range) and _ascends(meta.data_slice)):
+        raise DataError.argument("data_slice", meta.data_slice, "a stream can only be cut by an ascending range from 0 up")
+    if meta.data is None and not hub.is_hub_id(meta.dataset_id):
+        hub.resolve(meta.dataset_id, kind="dataset")
+
+
+def _ascends(cut: range) -> bool:
+    return cut.start >= 0 and cut.step > 0
+
+
+def stream(meta: DatasetMeta) -> Iterator[dict[str, Any]]:
+    """The rows one after the other, read as they are asked for. Errors as for ``load``."""
+    rows: Iterable[Mapping[str, Any]]
+    if meta.data is not None:
+        rows = meta.data
+    elif meta.dataset_id.startswith(hub.HF):
+        rows = _hub_stream(meta)
+    else:
+        path = hub.resolve(meta.dataset_id, kind="dataset")
+        rows = json_rows(path) if path.is_file() and _is_json(path) else store.read_all(_read(path, meta))
+    if meta.data_slice is not None:
+        cut = meta.data_slice
+        assert isinstance(cut, range)
+        rows = itertools.islice(rows, cut.start, cut.stop, cut.step)
+    return (dict(row) for row in rows)
+
+
+def _hub_stream(meta: DatasetMeta) -> Iterable[dict[str, Any]]:
+    import datasets
+
+    if settings.offline():  # its own cache then
+        return store.read_all(_read(hub.resolve(meta.dataset_id, kind="dataset"), meta))
+    name = None if meta.subset_name == "default" else meta.subset_name
+    try:
+        rows: Iterable[dict[str, Any]] = datasets.load_dataset(
+            meta.dataset_id.removeprefix(hub.HF), name, split=meta.split, streaming=True
+        )
+    except (ValueError, OSError, datasets.exceptions.DatasetsError) as cause:
+        raise DataError.loading(meta.name, cause) from cause
+    return rows
 
 
 def _take(table: datasets.Dataset, meta: DatasetMeta) -> datasets.Dataset:

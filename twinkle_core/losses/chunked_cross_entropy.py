@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from twinkle_core.contracts.loss import Loss
+from twinkle_core.errors import BadLossSetting
 from twinkle_core.ops.token_logps import token_logps
 from twinkle_core.types import IGNORE_INDEX, InputFeature, LossOutput, ModelOutput
 
@@ -25,7 +26,7 @@ class ChunkedCrossEntropyLoss(Loss):
 
     def __init__(self, chunk_size: int = 1024) -> None:
         if chunk_size < 1:
-            raise ValueError(f"chunk_size={chunk_size} is less than 1")
+            raise BadLossSetting("ChunkedCrossEntropyLoss", "chunk_size", chunk_size, "at least 1")
         self.chunk_size = chunk_size
 
     def __call__(self, inputs: InputFeature, outputs: ModelOutput) -> LossOutput:

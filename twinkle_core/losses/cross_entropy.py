@@ -6,6 +6,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from twinkle_core.contracts.loss import Loss
+from twinkle_core.errors import BadLossSetting
 from twinkle_core.types import IGNORE_INDEX, InputFeature, LossOutput, ModelOutput
 
 
@@ -30,7 +31,7 @@ class CrossEntropyLoss(Loss):
 
     def __init__(self, label_smoothing: float = 0.0) -> None:
         if not 0.0 <= label_smoothing < 1.0:
-            raise ValueError(f"label_smoothing={label_smoothing} is not in [0, 1)")
+            raise BadLossSetting("CrossEntropyLoss", "label_smoothing", label_smoothing, "at least 0 and less than 1")
         self.label_smoothing = label_smoothing
         if label_smoothing:
             self.needs = frozenset({"logits", "labels"})  # type: ignore[misc]

@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 from twinkle_core.types import IGNORE_INDEX
 
-#: logits that are there at once, by default: 64 MiB in float32
-CHUNK_ELEMENTS = 2**24
+#: logits that are there at once, by default: 128 MiB in float32, but never fewer rows than keep a matmul busy
+CHUNK_ELEMENTS, CHUNK_ROWS = 2**25, 256
 
 Result = tuple[Tensor, Tensor | None, Tensor | None]
 
@@ -47,7 +47,7 @@ def token_logps(
         temperature: logits are divided by it.
         entropies: also entropies in nats (differentiable).
         predictions: also the argmax.
-        chunk_size: rows at a time; default such that a chunk of logits has 64 MiB.
+        chunk_size: rows at a time; default such that a chunk of logits has 128 MiB, and at least 256 rows.
 
     Returns:
         logps ``[...]`` (0 where the label is -100), entropies ``[...]`` (0 there) or None, predictions ``[...]`` (-100 there)
@@ -57,10 +57,10 @@ def token_logps(
     rows = flat.index_select(0, index)
     chosen = labels.reshape(-1).index_select(0, index)
     if not _is_plain(output_layer):
-        chunk = chunk_size or max(1, CHUNK_ELEMENTS // max(1, getattr(output_layer, "out_features", 2**16)))
+        chunk = chunk_size or _chunk_rows(getattr(output_layer, "out_features", 2**17))
         return _scatter(labels, index, *_through_module(rows, output_layer, chosen, temperature, entropies, predictions, chunk))
     rows, weight, bias = _compute_dtype(rows, output_layer.weight, output_layer.bias)
-    chunk = chunk_size or max(1, CHUNK_ELEMENTS // weight.shape[0])
+    chunk = chunk_size or _chunk_rows(weight.shape[0])
     graph = torch.is_grad_enabled()
     trains = graph and (weight.requires_grad or (bias is not None and bias.requires_grad))
     if trains or (graph and entropies and rows.requires_grad):
@@ -92,7 +92,7 @@ def logps_from_logits(
     Other arguments and the result are those of ``token_logps``. Backward recomputes the softmax of a chunk; beside the gradient
     of the logits nothing of size V is kept.
     """
-    chunk = chunk_size or max(1, CHUNK_ELEMENTS // logits.shape[-1])
+    chunk = chunk_size or _chunk_rows(logits.shape[-1])
     flat, index = logits.reshape(-1, logits.shape[-1]), _valid(labels)
     chosen = labels.reshape(-1).index_select(0, index)
     logps, entropy, guess = _FromLogits.apply(  # type: ignore[no-untyped-call]
@@ -134,23 +134,25 @@ def _logits(rows: Tensor, weight: Tensor, bias: Tensor | None, temperature: floa
     return z if temperature == 1.0 else z.div_(temperature)
 
 
-def _logits_gradient(
-    z: Tensor, y: Tensor, temperature: float, g_logps: Tensor, g_entropies: Tensor | None
-) -> Tensor:
-    """Gradient of one chunk's logits, in place of ``z`` (logits divided by the temperature).
+def _softmax(z: Tensor) -> Tensor:
+    """In place: ``torch.softmax`` would need memory for a second chunk."""
+    z.sub_(z.amax(1, keepdim=True)).exp_()
+    return z.div_(z.sum(1, keepdim=True))
+
+
+def _logits_gradient(p: Tensor, y: Tensor, temperature: float, g_logps: Tensor, g_entropies: Tensor | None) -> Tensor:
+    """Gradient of one chunk's logits, in place of their probabilities ``p``.
 
     dlogp/dz = onehot(y) - p;  dH/dz = -p (log p + H).
     """
     if g_entropies is None:
-        z.sub_(z.amax(1, keepdim=True)).exp_()
-        z.mul_(-g_logps[:, None] / z.sum(1, keepdim=True))
+        dz = p.mul_(-g_logps[:, None])
     else:
-        log_p = torch.log_softmax(z, 1).clamp_(min=torch.finfo(z.dtype).min)
-        p = log_p.exp()
+        log_p = p.log().clamp_(min=torch.finfo(p.dtype).min)  # 0 log 0 is 0
         entropy = -torch.linalg.vecdot(p, log_p)
-        z = -p * (g_logps[:, None] + g_entropies[:, None] * (log_p + entropy[:, None]))
-    z.scatter_add_(1, y[:, None], g_logps[:, None].to(z.dtype))
-    return z if temperature == 1.0 else z.div_(temperature)
+        dz = p.mul_(-(g_logps[:, None] + g_entropies[:, None] * (log_p + entropy[:, None])))
+    dz.scatter_add_(1, y[:, None], g_logps[:, None].to(dz.dtype))
+    return dz if temperature == 1.0 else dz.div_(temperature)
 
 
 # ---------------------------------------------------------------------------------------------------- three roads
@@ -192,7 +194,10 @@ class _Frozen(torch.autograd.Function):
 
 
 class _Recomputed(torch.autograd.Function):
-    """logps and entropies through weights that may train: backward makes each chunk's logits once more."""
+    """logps and entropies through weights that may train: backward makes each chunk's logits once more.
+
+    Where one chunk is all there is, it is kept instead: the memory is bounded by a chunk either way.
+    """
 
     @staticmethod
     def forward(
@@ -200,14 +205,16 @@ class _Recomputed(torch.autograd.Function):
         predictions: bool, chunk: int,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
         found: list[list[Any]] = [[], [], []]
+        odds = total = None
         for cut in _cuts(rows.shape[0], chunk):
             z = _logits(rows[cut], weight, bias, temperature)
-            logps, _, entropy, guess = _statistics(z, labels[cut], entropies, predictions)
+            logps, total, entropy, guess = _statistics(z, labels[cut], entropies, predictions)
+            odds = z.div_(total) if rows.shape[0] <= chunk and any(ctx.needs_input_grad) else None
             for kept, value in zip(found, (logps, entropy, guess), strict=True):
                 kept.append(value)
         exact = torch.float64 if rows.dtype == torch.float64 else torch.float32
         logps, entropy, guess = _joined(found, labels, exact, entropies, predictions)
-        ctx.save_for_backward(rows, weight, bias, labels)
+        ctx.save_for_backward(rows, weight, bias, labels, odds)
         ctx.settings = (temperature, chunk)
         ctx.set_materialize_grads(False)
         if guess is not None:
@@ -216,7 +223,7 @@ class _Recomputed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        rows, weight, bias, labels = ctx.saved_tensors
+        rows, weight, bias, labels, odds = ctx.saved_tensors
         temperature, chunk = ctx.settings
         g_logps, g_entropies = grads[0], grads[1]
         if g_logps is None:
@@ -229,10 +236,8 @@ class _Recomputed(torch.autograd.Function):
         d_weight = torch.zeros_like(weight, dtype=wide) if ctx.needs_input_grad[1] else None
         d_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and ctx.needs_input_grad[2] else None
         for cut in _cuts(rows.shape[0], chunk):
-            z = _logits(rows[cut], weight, bias, temperature)
-            dz = _logits_gradient(
-                z, labels[cut], temperature, g_logps[cut], None if g_entropies is None else g_entropies[cut]
-            )
+            p = odds.clone() if odds is not None else _softmax(_logits(rows[cut], weight, bias, temperature))
+            dz = _logits_gradient(p, labels[cut], temperature, g_logps[cut], None if g_entropies is None else g_entropies[cut])
             if d_bias is not None:
                 d_bias += dz.sum(0)
             dz = dz.to(weight.dtype)
@@ -282,10 +287,8 @@ class _FromLogits(torch.autograd.Function):
             g_logps = torch.zeros_like(g_entropies)
         gradient = torch.zeros_like(logits)
         for cut in _cuts(index.shape[0], chunk):
-            z = _picked(logits, index[cut], temperature)
-            dz = _logits_gradient(
-                z, labels[cut], temperature, g_logps[cut], None if g_entropies is None else g_entropies[cut]
-            )
+            p = _softmax(_picked(logits, index[cut], temperature))
+            dz = _logits_gradient(p, labels[cut], temperature, g_logps[cut], None if g_entropies is None else g_entropies[cut])
             gradient.index_copy_(0, index[cut], dz.to(gradient.dtype))
         return gradient, None, None, None, None, None, None
 
@@ -327,8 +330,14 @@ def _valid(labels: Tensor) -> Tensor:
     return (labels.reshape(-1) != IGNORE_INDEX).nonzero().squeeze(1)
 
 
+def _chunk_rows(vocabulary: int) -> int:
+    return max(CHUNK_ROWS, CHUNK_ELEMENTS // vocabulary)
+
+
 def _cuts(count: int, chunk: int) -> Iterator[slice]:
-    return (slice(start, min(start + chunk, count)) for start in range(0, count, chunk))
+    """Chunks of at most ``chunk`` rows, as even as they can be: a small rest would cost as much as a large one."""
+    pieces = -(-count // chunk)
+    return (slice(i * count // pieces, (i + 1) * count // pieces) for i in range(pieces))
 
 
 def _joined(

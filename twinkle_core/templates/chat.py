@@ -111,7 +111,7 @@ class ChatTemplate(Template):
                 NoLabels are kinds of it).
         """
         if not self.use_chat_template:
-            ids = self._plain(trajectory)
+            ids = self._plain(trajectory, complete=not add_generation_prompt)
             targets = ids
         else:
             messages, tools = self._normalise(trajectory)
@@ -237,7 +237,7 @@ class ChatTemplate(Template):
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         return [end for _, end in encoded["offset_mapping"]]
 
-    def _plain(self, row: Mapping[str, Any]) -> list[int]:
+    def _plain(self, row: Mapping[str, Any], complete: bool) -> list[int]:
         text = row.get("text") if isinstance(row, Mapping) else None
         if text is None:
             messages, _ = normalise(row, default_system=None, enable_thinking=True, inline_thoughts=True)
@@ -247,7 +247,7 @@ class ChatTemplate(Template):
         bos, eos = self.tokenizer.bos_token, self.tokenizer.eos_token_id
         written = bool(bos) and text.startswith(bos)
         ids: list[int] = self.tokenizer(text, add_special_tokens=not written, verbose=False)["input_ids"]
-        return ids if eos is None or (ids and ids[-1] == eos) else [*ids, eos]
+        return ids if not complete or eos is None or (ids and ids[-1] == eos) else [*ids, eos]
 
     def decode(self, ids: Sequence[int], **kwargs: Any) -> str:
         """Ids to text, without positions of -100 (so labels can be read too). ``kwargs``: of the tokenizer's ``decode``."""

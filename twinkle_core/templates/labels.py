@@ -16,6 +16,7 @@ character. What can't be reproduced so, or bounded so, is refused with the numbe
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -23,6 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from twinkle_core.errors import TemplateError
+from twinkle_core.log import get_logger
 from twinkle_core.templates.marks import Marker, Part, arguments_of, without_arguments
 from twinkle_core.templates.messages import Turn
 
@@ -97,6 +99,9 @@ class Locator:
         longer = [*talk, {"role": "user", "content": mark(2)}, {"role": "assistant", "content": mark(3)}]
         after = [self._after(self._render(t, None, False), 1) for t in (talk, longer)]
         closing = _common(after)
+        for match in (m for text in after for m in added.finditer(text)):
+            if match.start() < len(closing) < match.end():  # two tokens that begin alike
+                closing = closing[: match.start()]
         token = added.search(closing)
         if token is not None:
             end = token.group()
@@ -105,8 +110,12 @@ class Locator:
         else:
             end = closing.rstrip()
         asked, told = (self._after(self._render(talk[:1], None, flag), 0) for flag in (True, False))
-        role = self._special.search(after[1])
-        return end, role.group() if role and not end else "", asked[len(_common([asked, told])) :]
+        role = None if end or self._special.search(after[0]) else self._special.search(after[1])
+        if not end and not role and not self._special.search(after[0]):
+            get_logger("templates").warning(
+                "the chat template writes no special token after an answer, so the model can't learn where to stop"
+            )
+        return end, role.group() if role else "", asked[len(_common([asked, told])) :]
 
     def _after(self, text: str, number: int) -> str:
         """What stands after a mark, up to the next one."""
@@ -123,14 +132,15 @@ class Locator:
         Raises:
             TemplateError: a turn whose place can't be told for certain, or a message that the template leaves out.
         """
-        if self._marker.nonce in text:
-            raise TemplateError.rendering(f"it holds {self._marker.nonce!r}, which marks places while labels are made")
-        marked, parts = self._marker.replace(messages)
+        marker = self._marker
+        while marker.nonce in text:  # a text about this very file
+            marker = Marker(f"q{hashlib.sha256((marker.nonce + text).encode('utf-8', 'replace')).hexdigest()[:16]}z")
+        marked, parts = marker.replace(messages)
         key = json.dumps([marked, tools], default=repr)
         skeleton = self._skeletons.get(key)
         found = self._fit(skeleton, parts, text) if skeleton is not None else None
         if not isinstance(found, list):  # none yet, or made when the template wrote another date
-            skeleton = self._analyse(messages, marked, parts, tools)
+            skeleton = self._analyse(marker, messages, marked, parts, tools)
             found = self._fit(skeleton, parts, text)
             if not isinstance(found, list):
                 turn = min(found, len(messages) - 1)
@@ -162,9 +172,9 @@ class Locator:
     # ------------------------------------------------------------------------------------------------ the marked rendering
 
     def _analyse(
-        self, messages: Sequence[Turn], marked: Sequence[Turn], parts: Sequence[Part], tools: list[Any] | None
+        self, marker: Marker, messages: Sequence[Turn], marked: Sequence[Turn], parts: Sequence[Part], tools: list[Any] | None
     ) -> _Skeleton:
-        literals, order = self._marker.split(self._render(marked, tools, False))
+        literals, order = marker.split(self._render(marked, tools, False))
         self._check_complete(messages, parts, order)
         bounds = []
         for turn, message in enumerate(messages):
@@ -174,7 +184,7 @@ class Locator:
             first, last = places[0], places[-1]
             if places != list(range(first, last + 1)):
                 raise TemplateError.at(turn, "assistant", "the chat template mixes its text with another message's")
-            head = self._head(turn, marked, tools, literals[first], order[first - 1] if first else None)
+            head = self._head(marker, turn, marked, tools, literals[first], order[first - 1] if first else None)
             tail = self._tail(turn, message, literals[last + 1], final=last + 1 == len(order))
             bounds.append(_Bound(turn, first, head, last, tail))
         return _Skeleton(literals, order, bounds)
@@ -199,9 +209,11 @@ class Locator:
             if message["role"] == "assistant" and not any(parts[number].turn == turn for number in order):
                 raise TemplateError.at(turn, "assistant", "the chat template shows nothing of it")
 
-    def _head(self, turn: int, marked: Sequence[Turn], tools: list[Any] | None, literal: str, before: int | None) -> int:
+    def _head(
+        self, marker: Marker, turn: int, marked: Sequence[Turn], tools: list[Any] | None, literal: str, before: int | None
+    ) -> int:
         """How much of the literal before a turn's first text is prompt."""
-        prompt = self._prompt(turn, marked, tools, before)
+        prompt = self._prompt(marker, turn, marked, tools, before)
         if prompt is None:  # nothing comes before: there is no prompt to ask the template for
             at = literal.rfind(self.header) if self.header else -1
             if at < 0:
@@ -214,7 +226,9 @@ class Locator:
                 raise TemplateError.at(turn, "assistant", "the chat template writes another header than its generation prompt")
         return same
 
-    def _prompt(self, turn: int, marked: Sequence[Turn], tools: list[Any] | None, before: int | None) -> str | None:
+    def _prompt(
+        self, marker: Marker, turn: int, marked: Sequence[Turn], tools: list[Any] | None, before: int | None
+    ) -> str | None:
         """The end of the prompt for a turn, from mark ``before`` on."""
         past = [without_arguments(m) for m in marked[:turn]]
         if turn and "tool_calls" in marked[turn - 1]:
@@ -223,7 +237,7 @@ class Locator:
             return None
         key = json.dumps([past, tools if before is None else bool(tools), before], default=repr)
         if key not in self._prompts:
-            literals, order = self._marker.split(self._render(past, tools, True))
+            literals, order = marker.split(self._render(past, tools, True))
             if before is None:
                 prompt = literals[0]
             elif before in order:

@@ -23,8 +23,10 @@ class Part:
     value: str
 
     def forms(self) -> Iterator[str]:
-        """How a template may write it: as it is, or quoted as JSON."""
+        """How a template may write it: as it is, quoted as JSON, or trimmed where it is nothing but white space."""
         yield self.value
+        if self.value.isspace():
+            yield ""
         for ascii_ in (False, True):
             quoted = json.dumps(self.value, ensure_ascii=ascii_)[1:-1]
             if quoted != self.value:
@@ -58,13 +60,11 @@ class Marker:
             new = dict(message)
             if "reasoning_content" in new:
                 new["reasoning_content"] = self._text(index, new["reasoning_content"], parts, thought=True)
-            texts = map(message.get, ("content", "tool_calls", "reasoning_content"))
-            if message["role"] == "assistant" and not any(texts):  # an assistant who says nothing: the mark stands for nothing
-                new["content"] = self._put(Part(index, "content", ""), parts)
-            else:
-                new["content"] = self._content(index, new["content"], parts)
+            new["content"] = self._content(index, new["content"], parts)
             if "tool_calls" in new:
                 new["tool_calls"] = [self._call(index, call, parts) for call in new["tool_calls"]]
+            if message["role"] == "assistant" and not (parts and parts[-1].turn == index):  # nothing but white space or tags
+                new["content"] = self._put(Part(index, "content", message["content"] or ""), parts)
             marked.append(new)
         return marked, parts
 

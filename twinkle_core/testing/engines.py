@@ -10,6 +10,8 @@ import torch
 from twinkle_core.contracts.engine import Batch, LossFn
 from twinkle_core.ops.token_logps import logps_from_logits, token_logps
 from twinkle_core.train.loop_engine import LoopEngine, evaluating
+from twinkle_core.train.single import SingleAdapter
+from twinkle_core.train.verbs import SessionModel
 from twinkle_core.types import InputFeature, LossOutput, ModelOutput
 
 
@@ -119,3 +121,12 @@ class OneOfTwoRanks(ToyEngine):
         for parameter, more in zip(self.module.parameters(), self.peer_gradients, strict=False):
             parameter.grad = more.clone() if parameter.grad is None else parameter.grad + more
         return super().finish_grads(optimizer, scale)
+
+
+def session_model(module: torch.nn.Module, engine: type[LoopEngine] = ToyEngine, **kwargs: Any) -> SessionModel:
+    """All verbs over a tiny module that is trained as a whole.
+
+    Args:
+        engine: its class; ``kwargs`` are for it.
+    """
+    return SessionModel(engine(module, **kwargs), SingleAdapter(module))

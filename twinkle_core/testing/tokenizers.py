@@ -17,6 +17,9 @@ _LINES = (
     "system user assistant tool\n\n",
 )
 
+#: How text is cut before merging: words with one sign before them, digits alone, line breaks together.
+_WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
 TOY_T = (
     "<bos>{% set ns = namespace(last=-1) %}"
     "{% for m in messages %}{% if m['role'] == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
@@ -96,7 +99,7 @@ HEADERS = (  # trims, writes the beginning token itself; tool results quoted
     "{{ bos_token }}{% for m in messages %}"
     "<|start_header_id|>{{ 'ipython' if m.role == 'tool' else m.role }}<|end_header_id|>\n\n"
     "{% if m.tool_calls %}{% set f = m.tool_calls[0].function %}"
-    '{{ \'{"name": "\' + f.name + \'", "parameters": \' }}{{ f.arguments | tojson }}{{ \'}\' }}'
+    "{{ '{\"name\": \"' + f.name + '\", \"parameters\": ' }}{{ f.arguments | tojson }}{{ '}' }}"
     "{% elif m.role == 'tool' %}{{ m.content | tojson }}{% else %}{{ m.content | trim }}{% endif %}<|eot_id|>{% endfor %}"
     "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
 )
@@ -150,10 +153,15 @@ def chat_tokenizer(
         special: tokens never cut, beside ``bos`` and ``eos``.
         add_bos: whether the tokenizer itself puts ``bos`` before each text.
     """
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(_WORDS), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
     tokenizer.decoder = decoders.ByteLevel()
     tokens = [*special, eos, *([bos] if bos else [])]
     trainer = trainers.BpeTrainer(

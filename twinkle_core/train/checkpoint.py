@@ -28,9 +28,10 @@ from safetensors.torch import load_file, save_file
 
 from twinkle_core import registry
 from twinkle_core.contracts.adapters import BASE, AdapterStore
-from twinkle_core.errors import CheckpointDamaged, CheckpointMismatch, CheckpointNotFound, CheckpointUnfit, WindowNotStepped
+from twinkle_core.errors import CheckpointDamaged, CheckpointMismatch, CheckpointNotFound, WindowNotStepped
 from twinkle_core.train import optim, rng
 from twinkle_core.train.folder import STATE_FILE, sha256
+from twinkle_core.train.plain import from_plain, to_plain
 from twinkle_core.train.session import Session
 from twinkle_core.train.single import distinct
 from twinkle_core.version import __version__
@@ -87,19 +88,12 @@ def fingerprint(adapters: AdapterStore, name: str) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
-def _jsonable(value: Any, what: str) -> str:
-    try:
-        return json.dumps(value, allow_nan=True)
-    except (TypeError, ValueError) as error:
-        raise CheckpointUnfit(what, f"its state is not plain data ({error})") from error
-
-
-def _plain(value: Any) -> Any:
+def _described(value: Any) -> Any:
     """A description as JSON holds it; what it can't hold, as text."""
     if isinstance(value, Mapping):
-        return {str(k): _plain(v) for k, v in value.items()}
+        return {str(k): _described(v) for k, v in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
-        return [_plain(v) for v in value]
+        return [_described(v) for v in value]
     return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
 
 
@@ -129,8 +123,7 @@ def gather(model: Sessions, session: Session) -> Parts:
         parts.tensors["optimizer"], parts.data["optimizer"] = optim.state_by_name(optimizer, parameters)
         if session.scheduler is not None:
             name = type(session.scheduler).__name__
-            state = session.scheduler.state_dict()
-            _jsonable(state, f"scheduler {name}")
+            state = to_plain(session.scheduler.state_dict(), f"the state of scheduler {name}")
             parts.data["scheduler"] = {"class": name, "state": state}
     if window.open:
         parts.tensors["gradients"] = {
@@ -139,13 +132,12 @@ def gather(model: Sessions, session: Session) -> Parts:
     state = model.engine.state_dict()
     tensors = {k: v for k, v in state.items() if isinstance(v, torch.Tensor)}
     plain = {k: v for k, v in state.items() if k not in tensors}
-    _jsonable(plain, "the engine's state")
-    parts.tensors["engine"], parts.data["engine"] = tensors, plain
+    parts.tensors["engine"], parts.data["engine"] = tensors, to_plain(plain, "the state of the engine")
     parts.tensors["rng"], parts.data["rng"] = rng.capture()
     return parts
 
 
-def write(model: Sessions, session: Session, folder: Path, parts: Parts | None) -> None:
+def write(model: Sessions, session: Session, folder: Path, parts: Parts | None, consumed: int) -> None:
     """Write a checkpoint's files into an empty folder. ``parts`` None: weights alone."""
     model.adapters.write(session.name, folder)
     if parts is not None:
@@ -160,14 +152,14 @@ def write(model: Sessions, session: Session, folder: Path, parts: Parts | None) 
         adapter_name=session.name,
         resumable=parts is not None,
         cur_step=session.cur_step,
-        consumed_train_samples=session.consumed_train_samples,
+        consumed_train_samples=consumed,
         gradient_accumulation_steps=session.window.size,
         skipped_steps=session.skipped_steps,
         window=session.window.state_dict(),
         optimizer=None if session.optimizer is None else type(session.optimizer).__name__,
         scheduler=None if session.scheduler is None else type(session.scheduler).__name__,
-        adapter=_plain(model.adapters.describe(session.name)),
-        engine=_plain(model.engine.describe()),
+        adapter=_described(model.adapters.describe(session.name)),
+        engine=_described(model.engine.describe()),
         mesh=repr(model.engine.mesh),
         fingerprint=fingerprint(model.adapters, session.name),
         plugins=registry.snapshot(),
@@ -253,8 +245,8 @@ def read(model: Sessions, session: Session, folder: Path, state: TrainerState) -
         tensors, data = _tensors(folder, "optimizer"), _data(folder, "optimizer")
         loaded.optimizer = optim.prepare_state(session.optimizer, parameters, tensors, data, source)
     if session.scheduler is not None:
-        loaded.scheduler = _data(folder, "scheduler")["state"]
-    loaded.engine = _data(folder, "engine") | _tensors(folder, "engine")
+        loaded.scheduler = from_plain(_data(folder, "scheduler")["state"], session.scheduler.state_dict())
+    loaded.engine = from_plain(_data(folder, "engine")) | _tensors(folder, "engine")
     loaded.gradients = _tensors(folder, "gradients")
     for name, gradient in loaded.gradients.items():
         if name not in parameters or parameters[name].shape != gradient.shape:
@@ -293,9 +285,10 @@ def apply(model: Sessions, session: Session, loaded: Loaded) -> None:
     """Set everything but the weights. Sets, never adds: twice is once. Random state comes last, so nothing draws after it."""
     state = loaded.state
     if session.optimizer is not None:
-        model.engine.zero_grad(session.optimizer)
         assert loaded.optimizer is not None
         session.optimizer.load_state_dict(loaded.optimizer)
+        # torch notes on the optimizer that it has stepped, and warns about an lr_step before that; this one did, elsewhere
+        session.optimizer._opt_called = state.cur_step > 0  # type: ignore[attr-defined]
     if session.scheduler is not None:
         session.scheduler.load_state_dict(loaded.scheduler)
     model.engine.load_state_dict(loaded.engine)

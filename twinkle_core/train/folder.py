@@ -10,6 +10,8 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from safetensors import SafetensorError
+
 from twinkle_core.errors import BadCheckpointName, CheckpointInTheWay, CheckpointNotWritten
 
 #: the file that makes a folder a checkpoint of ours
@@ -85,7 +87,7 @@ def replacing(path: Path) -> Iterator[Path]:
         _sync(temporary)
         _swap(temporary, path)
         _sync(path.parent)
-    except OSError as error:
-        raise CheckpointNotWritten(str(path), error.strerror or str(error)) from error
+    except (OSError, SafetensorError) as error:  # safetensors wraps the system's error in its own
+        raise CheckpointNotWritten(str(path), getattr(error, "strerror", None) or str(error)) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

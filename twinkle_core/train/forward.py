@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from twinkle_core import arguments
 from twinkle_core.contracts.adapters import BASE
 from twinkle_core.contracts.engine import GENERATE, Batch
 from twinkle_core.contracts.metric import Metric
@@ -239,6 +240,7 @@ class ForwardVerbs(Sessions):
         template = self._or_base(session, "template")
         if template is None:
             raise NoTemplate(session.name)
+        arguments.check(self.engine.generate, kwargs, f"{type(self.engine).__name__}.generate", positional=1)
         rows = self._encode(session, inputs, add_generation_prompt=True)
         if isinstance(rows, Mapping):
             rows = [micro.cut_batch(rows, range(i, i + 1)) for i in range(count_rows(rows))]
@@ -268,10 +270,12 @@ class ForwardVerbs(Sessions):
             self._clear(session)
 
     def _clear(self, session: Session) -> None:
+        """Drop a session's gradients."""
         if session.optimizer is not None:
             self.engine.zero_grad(session.optimizer)
+            return
         for parameter in self.adapters.parameters(session.name).values():
-            parameter.grad = None  # also of a session that has no optimizer yet
+            parameter.grad = None
 
     @contextmanager
     def _or_drop(self, session: Session) -> Iterator[list[bool]]:

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from twinkle_core import arguments
-from twinkle_core.errors import BadOptimizer, CheckpointMismatch, CheckpointUnfit, NoTrainableParameters
+from twinkle_core.errors import BadOptimizer, CheckpointMismatch, NoTrainableParameters
+from twinkle_core.train.plain import from_plain, to_plain
 
 #: where a class takes them and the user gave none
 DEFAULTS = {"lr": 1e-5, "weight_decay": 0.01}
@@ -87,17 +88,6 @@ def names_of(optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.nn
     return [[by_id[id(p)] for p in group["params"]] for group in optimizer.param_groups]
 
 
-def _plain(value: Any, what: str) -> Any:
-    """A hyperparameter as JSON holds it."""
-    if isinstance(value, torch.Tensor) and value.numel() == 1:
-        return value.item()
-    if isinstance(value, (list, tuple)):
-        return [_plain(v, what) for v in value]
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    raise CheckpointUnfit(what, f"it holds {value!r} ({type(value).__name__}), which is neither number, text nor tensor")
-
-
 def state_by_name(
     optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.nn.Parameter]
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
@@ -117,9 +107,9 @@ def state_by_name(
                 if isinstance(value, torch.Tensor):
                     tensors[f"{key}/{name}"] = value.detach()
                 else:
-                    values.setdefault(name, {})[key] = _plain(value, f"state '{key}' of optimizer {kind}")
+                    values.setdefault(name, {})[key] = to_plain(value, f"state '{key}' of optimizer {kind}")
     groups = [
-        {"params": members} | {k: _plain(v, f"'{k}' of optimizer {kind}") for k, v in group.items() if k != "params"}
+        {"params": members} | {k: to_plain(v, f"'{k}' of optimizer {kind}") for k, v in group.items() if k != "params"}
         for group, members in zip(optimizer.param_groups, names, strict=True)
     ]
     return tensors, {"class": kind, "groups": groups, "values": values}
@@ -135,7 +125,8 @@ def prepare_state(
     """A state dict for ``optimizer.load_state_dict``, all checked; changes nothing.
 
     Raises:
-        CheckpointMismatch: another class, other groups, other parameters, or another shape.
+        CheckpointMismatch: another class, other groups or other parameters. (Shapes are the fingerprint's: an optimizer may
+        hold state of any shape.)
     """
     kind = type(optimizer).__name__
     if data["class"] != kind:
@@ -152,23 +143,13 @@ def prepare_state(
         part, _, name = key.partition("/")
         if name not in position:
             raise CheckpointMismatch(source, f"it holds state of the unknown parameter {name}")
-        shape = parameters[name].shape
-        if tensor.dim() == len(shape) > 0 and tensor.shape != shape and part != "step":
-            raise CheckpointMismatch(source, f"{key} is {list(tensor.shape)}, and the parameter is {list(shape)}")
         state.setdefault(position[name], {})[part] = tensor
     for name, values in data["values"].items():
         if name not in position:
             raise CheckpointMismatch(source, f"it holds state of the unknown parameter {name}")
         state.setdefault(position[name], {}).update(values)
     groups = [
-        {k: _like(v, live.get(k)) for k, v in group.items() if k != "params"} | {"params": [position[n] for n in members]}
+        {k: from_plain(v, live.get(k)) for k, v in group.items() if k != "params"} | {"params": [position[n] for n in members]}
         for group, live, members in zip(data["groups"], optimizer.param_groups, names, strict=True)
     ]
     return {"state": state, "param_groups": groups}
-
-
-def _like(value: Any, live: Any) -> Any:
-    """A hyperparameter in the form that it has here."""
-    if isinstance(live, torch.Tensor):
-        return torch.as_tensor(value, dtype=live.dtype, device=live.device)
-    return tuple(value) if isinstance(live, tuple) else value

@@ -67,6 +67,9 @@ class SetupVerbs(Sessions):
             get_logger().warning("the scheduler belonged to the optimizer before; call set_lr_scheduler again")
             session.scheduler = None
         session.optimizer = built
+        if not session.window.open:  # what an optimizer of fewer parameters may have left on the others
+            for parameter in parameters.values():
+                parameter.grad = None
 
     @one_at_a_time
     def set_lr_scheduler(self, scheduler_cls: Any, *, adapter_name: str | None = None, **kwargs: Any) -> None:

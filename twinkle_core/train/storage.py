@@ -48,10 +48,10 @@ class StorageVerbs(Sessions):
         session = self._session(adapter_name)
         path = folder.target(output_dir if output_dir is not None else OUTPUT_DIR, name)
         parts = checkpoint.gather(self, session) if save_optimizer else None
-        if consumed_train_samples is not None:
-            session.consumed_train_samples = consumed_train_samples
+        consumed = session.consumed_train_samples if consumed_train_samples is None else consumed_train_samples
         with folder.replacing(path) as temporary:
-            checkpoint.write(self, session, temporary, parts)
+            checkpoint.write(self, session, temporary, parts, consumed)
+        session.consumed_train_samples = consumed
         plugins.hooks().twinkle_checkpoint_saved(path=str(path), session=session)
         return str(path)
 

@@ -1,8 +1,8 @@
 """Tool calls as JSON between tags, as Hermes and Qwen2.5/3 write them (L1).
 
-    <tool_call>
-    {"name": "weather", "arguments": {"city": "Bern"}}
-    </tool_call>
+<tool_call>
+{"name": "weather", "arguments": {"city": "Bern"}}
+</tool_call>
 """
 
 from __future__ import annotations

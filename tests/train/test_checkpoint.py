@@ -1,0 +1,469 @@
+"""Checkpoints: whole or absent, verified before anything changes, and a run that goes on bit for bit."""
+
+from __future__ import annotations
+
+import errno
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from twinkle_core.errors import (
+    BadCheckpointName,
+    CheckpointDamaged,
+    CheckpointInTheWay,
+    CheckpointMismatch,
+    CheckpointNotFound,
+    CheckpointNotWritten,
+    CheckpointUnfit,
+    WindowNotStepped,
+)
+from twinkle_core.testing.adapters import ToyAdapters, ToyLinear
+from twinkle_core.testing.engines import ToyEngine, session_model
+from twinkle_core.testing.toys import TinyLM, TwoWords, random_rows, row
+from twinkle_core.train import checkpoint, rng
+from twinkle_core.train.verbs import SessionModel
+
+BATCHES = [random_rows([3, 5, 2], seed=s) for s in range(8)]
+
+
+def fresh(seed=0, width=8, optimizer="adamw", scheduler=True, **engine):
+    torch.manual_seed(seed)
+    model = session_model(TinyLM(width=width, dropout=0.5), **engine)
+    if optimizer:
+        model.set_optimizer(optimizer, lr=1e-2)
+        if scheduler:
+            model.set_lr_scheduler("linear_warmup", num_training_steps=10)
+    return model
+
+
+def run(model, batches, size=2):
+    for batch in batches:
+        model.forward_backward(batch, gradient_accumulation_steps=size)
+        model.clip_grad_and_step(0.5)
+
+
+def everything(model):
+    """All that a resumed run must share with the unbroken one."""
+    session = model.sessions[""]
+    parameters = dict(model.engine.module.named_parameters())
+    state = {f"{k}/{n}": v for n, p in parameters.items() for k, v in session.optimizer.state.get(p, {}).items()}
+    grads = {f"grad/{n}": p.grad for n, p in parameters.items() if p.grad is not None}
+    tensors = {**model.get_state_dict(), **state, **grads, "rng": torch.get_rng_state()}
+    lr = [g["lr"] for g in session.optimizer.param_groups]
+    return {k: v.clone() for k, v in tensors.items()}, (lr, session.cur_step, session.window.count, session.skipped_steps)
+
+
+def same(a, b):
+    assert a[1] == b[1] and a[0].keys() == b[0].keys()
+    for key in a[0]:
+        assert torch.equal(a[0][key], b[0][key]), key
+
+
+# ------------------------------------------------------------------------------------------------ going on
+
+
+@pytest.mark.parametrize("stop", [2, 3], ids=["window closed", "window open"])
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_a_resumed_run_equals_the_unbroken_one_bit_for_bit(tmp_path, stop, optimizer):
+    """Weights, optimizer, schedule, random state (dropout), and the gradients of a window that was open."""
+    unbroken = fresh(optimizer=optimizer)
+    torch.manual_seed(9)
+    run(unbroken, BATCHES)
+    first = fresh(optimizer=optimizer)
+    torch.manual_seed(9)
+    run(first, BATCHES[:stop])
+    path = first.save("c", tmp_path, save_optimizer=True, consumed_train_samples=3 * stop)
+    at = everything(first)
+    second = fresh(seed=77, optimizer=optimizer)
+    run(second, BATCHES[3:6], size=1)
+    torch.manual_seed(5)
+    assert second.resume_from_checkpoint(path) == {
+        "cur_step": stop // 2, "consumed_train_samples": 3 * stop, "gradient_accumulation_steps": 2,
+    }  # fmt: skip
+    same(everything(second), at)
+    run(second, BATCHES[stop:])
+    same(everything(second), everything(unbroken))
+
+
+def test_B14_the_schedule_counts_updates_and_loading_sets(tmp_path):
+    """Linear decay from 1 to 0 in 10 updates: 0.6 after eight backwards in windows of two, after each load; then 0.5."""
+
+    def made():
+        model = session_model(TwoWords())
+        model.set_optimizer("sgd", lr=1.0)
+        model.set_lr_scheduler("linear_warmup", num_training_steps=10)
+        return model
+
+    def lr(model):
+        return model.sessions[""].optimizer.param_groups[0]["lr"]
+
+    first = made()
+    run(first, [[row([1])]] * 8)
+    assert lr(first) == pytest.approx(0.6)
+    path = first.save("c", tmp_path, save_optimizer=True)
+    second = made()
+    for _ in range(2):
+        second.resume_from_checkpoint(path)
+        assert lr(second) == pytest.approx(0.6)
+    run(second, [[row([1])]] * 2)
+    assert lr(second) == pytest.approx(0.5)
+    assert second.sessions[""].cur_step == 5
+
+
+RESUME = """
+import random, sys, numpy, torch
+from twinkle_core.testing.engines import session_model
+from twinkle_core.testing.toys import TinyLM
+torch.manual_seed(99); random.seed(99); numpy.random.seed(99)
+model = session_model(TinyLM())
+model.resume_from_checkpoint(sys.argv[1])
+print(float(torch.rand(1)), random.random(), float(numpy.random.rand(1)[0]))
+"""
+
+
+def test_B19_random_state_comes_back_in_a_new_process_and_last(tmp_path):
+    """One number of each generator after resuming, in a process that was seeded otherwise."""
+    model = session_model(TinyLM())
+    torch.manual_seed(1234)
+    random.seed(7)
+    numpy.random.seed(7)
+    for _ in range(3):
+        torch.rand(1)
+    random.random()
+    numpy.random.rand(1)
+    path = model.save("c", tmp_path, save_optimizer=True)
+    out = subprocess.run([sys.executable, "-c", RESUME, path], capture_output=True, text=True, check=True, timeout=120)
+    assert [float(x) for x in out.stdout.split()] == pytest.approx([0.366641, 0.150849, 0.779919], abs=1e-6)
+
+
+def test_random_state_goes_there_and_back():
+    random.gauss(0, 1)
+    numpy.random.standard_normal()
+    tensors, data = rng.capture()
+    draw = [torch.rand(2).tolist(), random.gauss(0, 1), numpy.random.standard_normal()]
+    rng.restore(tensors, json.loads(json.dumps(data)))
+    assert [torch.rand(2).tolist(), random.gauss(0, 1), numpy.random.standard_normal()] == draw
+
+
+def test_the_scaler_is_resumed(tmp_path):
+    def made():
+        return fresh(engine=ToyEngine, scaler=torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2))
+
+    first = made()
+    run(first, BATCHES[:3], size=1)
+    path = first.save("c", tmp_path, save_optimizer=True)
+    second = made()
+    second.resume_from_checkpoint(path)
+    assert second.engine.scaler.get_scale() == 128.0
+    assert second.engine.scaler.state_dict() == first.engine.scaler.state_dict()
+
+
+def test_weights_alone(tmp_path):
+    first = fresh()
+    run(first, BATCHES[:4])
+    path = first.save("c", tmp_path, save_optimizer=True, consumed_train_samples=12)
+    second = fresh(seed=3, optimizer=None)
+    draw = torch.get_rng_state()
+    progress = second.resume_from_checkpoint(path, resume_only_model=True)
+    assert progress == {"cur_step": 2, "consumed_train_samples": 12, "gradient_accumulation_steps": 2}
+    assert second.sessions[""].cur_step == 0 and torch.equal(torch.get_rng_state(), draw)
+    for key, value in first.get_state_dict().items():
+        assert torch.equal(second.get_state_dict()[key], value)
+
+
+def test_load_takes_plain_folders_too(tmp_path):
+    first, second = fresh(), fresh(seed=3)
+    (tmp_path / "plain").mkdir()
+    save_file(dict(first.get_state_dict()), tmp_path / "plain" / "model.safetensors")
+    assert second.load("plain", tmp_path) == {"cur_step": 0, "consumed_train_samples": 0, "gradient_accumulation_steps": None}
+    assert torch.equal(second.get_state_dict()["mix.weight"], first.get_state_dict()["mix.weight"])
+    run(first, BATCHES[:2])
+    first.save("ours", tmp_path)
+    assert second.load("ours", tmp_path)["cur_step"] == 1
+    with pytest.raises(CheckpointNotFound, match=r"trainer_state\.json.*load\(\)"):
+        second.resume_from_checkpoint(tmp_path / "plain")
+
+
+def test_loading_gives_up_forwards_and_gradients_of_the_old_weights(tmp_path):
+    model = fresh()
+    model.save("c", tmp_path)
+    model.forward_backward(BATCHES[0], gradient_accumulation_steps=4)
+    model.forward(BATCHES[0])
+    model.load("c", tmp_path)
+    assert model.sessions[""].window.count == 0 and model.sessions[""].pending == {}
+    assert all(p.grad is None for p in model.engine.module.parameters())
+
+
+def test_adapters_are_saved_and_loaded_under_another_name(tmp_path):
+    def made(**adapters):
+        module = ToyLinear()
+        model = SessionModel(ToyEngine(module), ToyAdapters(module))
+        model.set_loss("mse")
+        for name, b in adapters.items():
+            model.add_adapter_to_model(name, b)
+            model.set_optimizer("adam", lr=0.1, adapter_name=name)
+        return model, module
+
+    first, module = made(a=3.0, b=-1.0)
+    with first.adapter("a"):
+        first.forward_backward([row([1], [1])])
+        first.clip_grad_and_step()
+        path = first.save("c", tmp_path, save_optimizer=True)
+    second, other = made(c=0.0, d=5.0)
+    second.resume_from_checkpoint(path, adapter_name="c")
+    assert other.lora["c"]["B"] == module.lora["a"]["B"] and other.lora["d"]["B"] == 5.0
+    assert second.sessions["c"].cur_step == 1 and second.sessions["d"].cur_step == 0
+    assert load_file(Path(path) / "adapter.safetensors").keys() == {"A", "B"}
+
+
+# ------------------------------------------------------------------------------------------------ what is refused
+
+
+@pytest.mark.parametrize("name", ["../x", "a/../../x", "/x", "", ".", "  ", "a/..", "x\0y", None])
+def test_a_name_does_not_leave_the_output_folder(tmp_path, name):
+    model = fresh()
+    for verb in (model.save, model.load):
+        with pytest.raises(BadCheckpointName, match="not a folder inside"):
+            verb(name, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_link_does_not_lead_out_either(tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "link").symlink_to(tmp_path)
+    with pytest.raises(BadCheckpointName):
+        fresh().save("link/x", tmp_path / "out")
+
+
+def test_default_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert fresh().save("run/step-1") == "output/run/step-1"
+    assert (tmp_path / "output/run/step-1/trainer_state.json").is_file()
+
+
+def test_what_is_no_checkpoint_is_not_replaced(tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("years of work")
+    with pytest.raises(CheckpointInTheWay, match="mine"):
+        fresh().save("mine", tmp_path)
+    assert (tmp_path / "mine" / "thesis.txt").read_text() == "years of work"
+
+
+def damage(kind, folder):
+    weights = folder / "model.safetensors"
+    if kind == "missing":
+        weights.unlink()
+    elif kind == "cut short":
+        weights.write_bytes(weights.read_bytes()[:-7])
+    elif kind == "changed":
+        raw = bytearray(weights.read_bytes())
+        raw[-3] ^= 1
+        weights.write_bytes(bytes(raw))
+    elif kind == "optimizer changed":
+        path = folder / "optimizer.safetensors"
+        raw = bytearray(path.read_bytes())
+        raw[-1] ^= 128
+        path.write_bytes(bytes(raw))
+    elif kind == "rng missing":
+        (folder / "rng.json").unlink()
+    else:
+        state = folder / "trainer_state.json"
+        text = state.read_text()
+        state.write_text(text[:100] if kind == "state cut short" else text.replace('"cur_step": 1', '"cur_step": "x"'))
+
+
+@pytest.mark.parametrize(
+    ("kind", "file", "text"),
+    [
+        ("missing", "model.safetensors", "is missing"),
+        ("cut short", "model.safetensors", "bytes and was written with"),
+        ("changed", "model.safetensors", "sha256"),
+        ("optimizer changed", "optimizer.safetensors", "sha256"),
+        ("rng missing", "rng.json", "is missing"),
+        ("state cut short", "trainer_state.json", "not valid JSON"),
+        ("field", "trainer_state.json", "cur_step"),
+    ],
+)
+def test_a_damaged_checkpoint_is_refused_by_its_file_before_anything_changes(tmp_path, kind, file, text):
+    first = fresh()
+    run(first, BATCHES[:2])
+    path = Path(first.save("c", tmp_path, save_optimizer=True))
+    damage(kind, path)
+    second = fresh(seed=4)
+    run(second, BATCHES[2:5])
+    before = everything(second)
+    for call in (lambda: second.resume_from_checkpoint(path), lambda: second.load("c", tmp_path)):
+        with pytest.raises(CheckpointDamaged, match=rf"{file}.*{text}"):
+            call()
+    same(everything(second), before)
+
+
+def edit(path, **changes):
+    state = json.loads((path / "trainer_state.json").read_text())
+    (path / "trainer_state.json").write_text(json.dumps(state | changes))
+
+
+def test_foreign_checkpoints_are_refused_before_anything_changes(tmp_path):
+    first = fresh()
+    run(first, BATCHES[:2])
+    path = Path(first.save("c", tmp_path, save_optimizer=True))
+
+    def refused(model, text, where=path):
+        before = everything(model) if model.sessions[""].optimizer else None
+        with pytest.raises(CheckpointMismatch, match=text):
+            model.resume_from_checkpoint(where)
+        if before:
+            same(everything(model), before)
+
+    refused(fresh(width=6), r"trainer_state\.json.*another model")
+    with pytest.raises(CheckpointMismatch, match=r"weights.*embed.weight is \[11, 8\], here \[11, 6\]"):
+        fresh(width=6).load("c", tmp_path)
+    refused(fresh(optimizer="sgd"), r"optimizer\.json.*AdamW.*here is SGD")
+    refused(fresh(optimizer=None), r"optimizer\.json.*set_optimizer\(\.\.\.\) first")
+    refused(fresh(scheduler=False), r"scheduler\.json.*LinearWarmup.*set_lr_scheduler")
+    other = fresh()
+    other.set_optimizer("adamw", weight_decay=0.0)
+    other.set_lr_scheduler("linear_warmup", num_training_steps=10)
+    refused(other, "other groups")
+    weights = Path(first.save("w", tmp_path))
+    refused(fresh(), r"weights alone.*resume_only_model=True", weights)
+    with pytest.raises(CheckpointNotFound, match="no such folder"):
+        fresh().resume_from_checkpoint(tmp_path / "nowhere")
+    edit(path, schema_version=2)
+    refused(fresh(), "version 2; this twinkle reads version 1")
+
+
+def test_a_file_name_in_the_state_does_not_lead_out(tmp_path):
+    path = Path(fresh().save("c", tmp_path))
+    (tmp_path / "secret").write_text("x")
+    edit(path, files={"../secret": {"size": 1, "sha256": "0"}})
+    with pytest.raises(CheckpointDamaged, match="outside"):
+        fresh().load("c", tmp_path)
+
+
+def test_saving_between_clip_and_step_is_refused(tmp_path):
+    model = fresh()
+    model.forward_backward(BATCHES[0])
+    model.clip_grad_norm()
+    with pytest.raises(WindowNotStepped):
+        model.save("c", tmp_path, save_optimizer=True)
+    assert list(tmp_path.iterdir()) == []
+    model.save("c", tmp_path)
+
+
+def test_saving_between_step_and_lr_step_resumes_there(tmp_path):
+    first = fresh()
+    first.forward_backward(BATCHES[0])
+    first.step()
+    path = first.save("c", tmp_path, save_optimizer=True)
+    second = fresh()
+    second.resume_from_checkpoint(path)
+    assert (second.step(), second.lr_step(), second.lr_step()) == (False, True, False)
+
+
+def test_a_schedule_whose_state_is_no_plain_data_is_told(tmp_path):
+    class Curve:
+        def __call__(self, step):
+            return 1.0
+
+    curve = Curve()
+    curve.hidden = object()
+    model = fresh(scheduler=False)
+    model.set_lr_scheduler("lambda_lr", lr_lambda=curve)
+    with pytest.raises(CheckpointUnfit, match="scheduler LambdaLR can't be saved"):
+        model.save("c", tmp_path, save_optimizer=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+# ------------------------------------------------------------------------------------------------ disks
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "optimizer.safetensors", "trainer_state.json", "fsync", "rename"])
+@pytest.mark.parametrize("old", [True, False])
+def test_a_disk_that_fills_up_leaves_the_old_checkpoint_whole(tmp_path, monkeypatch, file, old):
+    """At each file, at the sync, and at the last rename: nothing half-written is left, and what was there still loads."""
+    model = fresh()
+    run(model, BATCHES[:2])
+    if old:
+        model.save("c", tmp_path, save_optimizer=True)
+    before = {p.name: p.read_bytes() for p in (tmp_path / "c").iterdir()} if old else None
+    run(model, BATCHES[2:4])
+    full = OSError(errno.ENOSPC, "No space left on device")
+
+    def fail(*args, **kwargs):
+        raise full
+
+    real_save, real_text, real_rename = checkpoint.save_file, Path.write_text, Path.rename
+
+    def save(tensors, path):
+        if Path(path).name == file:
+            Path(path).write_bytes(b"half")
+            fail()
+        real_save(tensors, path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("twinkle_core.train.checkpoint.save_file", save)
+        patch.setattr("twinkle_core.train.single.save_file", save)
+        patch.setattr(Path, "write_text", lambda p, t: fail() if p.name == file else real_text(p, t))
+        if file == "fsync":
+            patch.setattr("os.fsync", fail)
+        if file == "rename":
+            patch.setattr(Path, "rename", lambda p, to: fail() if ".tmp-" in p.name else real_rename(p, to))
+        with pytest.raises(CheckpointNotWritten, match="No space left on device"):
+            model.save("c", tmp_path, save_optimizer=True)
+    assert [p.name for p in tmp_path.iterdir()] == (["c"] if old else [])
+    if old:
+        assert {p.name: p.read_bytes() for p in (tmp_path / "c").iterdir()} == before
+        assert fresh().resume_from_checkpoint(tmp_path / "c")["cur_step"] == 1
+    model.save("c", tmp_path, save_optimizer=True)
+    assert fresh().resume_from_checkpoint(tmp_path / "c")["cur_step"] == 2
+    assert [p.name for p in tmp_path.iterdir()] == ["c"]
+
+
+REFUSED = """
+import resource, signal, sys
+from twinkle_core.errors import CheckpointNotWritten
+from twinkle_core.testing.engines import session_model
+from twinkle_core.testing.toys import TinyLM
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+model = session_model(TinyLM())
+model.save("c", sys.argv[1], consumed_train_samples=5)
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+try:
+    model.save("c", sys.argv[1], consumed_train_samples=9)
+except CheckpointNotWritten as error:
+    print("refused", model.sessions[""].consumed_train_samples, type(error.__cause__).__name__)
+"""
+
+
+def test_writes_that_the_system_itself_refuses(tmp_path):
+    """Under a limit on the size of files, with the errors that safetensors really raises."""
+    out = subprocess.run([sys.executable, "-c", REFUSED, tmp_path], capture_output=True, text=True, timeout=120)
+    assert out.stdout.split()[:2] == ["refused", "5"], out.stderr
+    assert [p.name for p in tmp_path.iterdir()] == ["c"]
+    assert fresh().load("c", tmp_path)["consumed_train_samples"] == 5
+
+
+def test_no_pickle_and_what_the_state_file_says(tmp_path):
+    model = fresh()
+    run(model, BATCHES[:3])
+    path = Path(model.save("c", tmp_path, save_optimizer=True, consumed_train_samples=9))
+    files = {p.name for p in path.iterdir()}
+    assert files == {
+        "model.safetensors", "trainer_state.json", "optimizer.safetensors", "optimizer.json", "scheduler.json", "engine.json",
+        "gradients.safetensors", "rng.safetensors", "rng.json",
+    }  # fmt: skip
+    state = json.loads((path / "trainer_state.json").read_text())
+    assert set(state["files"]) == files - {"trainer_state.json"}
+    assert (state["cur_step"], state["consumed_train_samples"], state["gradient_accumulation_steps"]) == (1, 9, 2)
+    assert state["window"]["count"] == 1 and state["optimizer"] == "AdamW" and state["scheduler"] == "LinearWarmup"
+    assert any(p["name"] == "adamw" for p in state["plugins"]) and "1 rank" in state["mesh"]
+    names = json.loads((path / "optimizer.json").read_text())["groups"]
+    assert "mix.weight" in names[0]["params"] and "exp_avg/mix.weight" in load_file(path / "optimizer.safetensors")

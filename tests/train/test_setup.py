@@ -1,0 +1,348 @@
+"""set_*, optimizers, schedules, metrics, configuration."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+from torch.optim import lr_scheduler
+
+from twinkle_core.contracts.loss import Loss
+from twinkle_core.errors import (
+    AlreadyBuilt,
+    BadOptimizer,
+    BadScheduler,
+    NoOptimizer,
+    NotA,
+    NoTrainableParameters,
+    ReservedArgument,
+    UnknownName,
+    WindowNotStepped,
+    WrongArgument,
+)
+from twinkle_core.losses.cross_entropy import CrossEntropyLoss
+from twinkle_core.testing.engines import session_model
+from twinkle_core.testing.toys import TinyLM, random_rows
+from twinkle_core.train import optim
+
+ROWS = random_rows([3, 5])
+OPTIMIZERS = [
+    "adamw", "adam", "sgd", "adagrad", "adadelta", "adafactor", "adamax", "asgd", "nadam", "radam", "rmsprop", "rprop",
+]  # fmt: skip
+
+
+@pytest.fixture
+def model():
+    return session_model(TinyLM())
+
+
+# ------------------------------------------------------------------------------------------------ names and keywords
+
+
+@pytest.mark.parametrize("verb", ["set_loss", "set_optimizer", "set_template", "set_processor", "add_metric", "apply_patch"])
+def test_unknown_names_are_told(model, verb):
+    with pytest.raises(UnknownName, match=r"unknown .* 'nonsense'"):
+        getattr(model, verb)("nonsense")
+
+
+@pytest.mark.parametrize(
+    ("verb", "name", "kwargs", "near"),
+    [
+        ("set_loss", "cross_entropy", {"label_smoothin": 0.1}, "label_smoothing"),
+        ("set_optimizer", "adamw", {"learning_rte": 1.0}, None),
+        ("set_optimizer", "adamw", {"weight_dekay": 0.1}, "weight_decay"),
+        ("set_lr_scheduler", "linear_warmup", {"num_training_step": 3}, "num_training_steps"),
+        ("set_processor", "input", {"padding_fre": True}, "padding_free"),
+        ("add_metric", "loss", {"x": 1}, None),
+    ],
+)
+def test_misspelt_keywords_are_told_at_once(model, verb, name, kwargs, near):
+    model.set_optimizer()
+    with pytest.raises(WrongArgument, match=f"Did you mean '{near}'" if near else "has no parameter"):
+        getattr(model, verb)(name, **kwargs)
+
+
+def test_what_twinkle_fills_in_is_not_given(model):
+    with pytest.raises(ReservedArgument, match="params"):
+        model.set_optimizer("sgd", params=[])
+    model.set_optimizer()
+    with pytest.raises(TypeError, match="num_training_steps"):
+        model.set_lr_scheduler("linear_warmup")
+
+
+def test_objects_classes_and_functions(model):
+    loss = CrossEntropyLoss()
+    model.set_loss(loss)
+    assert model.sessions[""].loss is loss
+    with pytest.raises(AlreadyBuilt):
+        model.set_loss(loss, label_smoothing=0.1)
+    with pytest.raises(NotA):
+        model.set_loss(dict)
+    model.set_loss(CrossEntropyLoss, label_smoothing=0.1)
+    assert model.sessions[""].loss.needs == {"logits", "labels"} and CrossEntropyLoss.needs == {"logps"}
+
+    class Callable_:
+        needs = ("logps",)
+
+        def __call__(self, inputs, outputs):
+            return outputs.logps.sum()
+
+    model.set_loss(Callable_())
+    assert isinstance(model.sessions[""].loss, Loss) and model.sessions[""].loss.needs == {"logps"}
+    model.forward_backward(ROWS)
+
+
+# ------------------------------------------------------------------------------------------------ optimizers
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer_of_torch_trains_and_its_state_goes_there_and_back(name):
+    module = TinyLM()
+    model = session_model(module)
+    model.set_optimizer(name)
+    first = model.sessions[""].optimizer.param_groups[0]
+    assert first["lr"] == 1e-5
+    assert first.get("weight_decay", 0.01) == 0.01
+    before = {k: v.clone() for k, v in model.get_state_dict().items()}
+    for _ in range(2):
+        model.forward_backward(ROWS)
+        model.clip_grad_and_step()
+    moved = [k for k, v in model.get_state_dict().items() if not torch.equal(v, before[k])]
+    assert moved == [k for k, _ in module.named_parameters() if "value_head" not in k]
+
+    parameters = dict(module.named_parameters())
+    live = model.sessions[""].optimizer
+    tensors, data = optim.state_by_name(live, parameters)
+    again = optim.build(type(live), parameters, {})
+    again.load_state_dict(optim.prepare_state(again, parameters, tensors, json.loads(json.dumps(data)), "x"))
+    for p in parameters.values():
+        assert live.state[p].keys() == again.state[p].keys()
+        for key, value in live.state[p].items():
+            same = torch.equal(value, again.state[p][key]) if isinstance(value, torch.Tensor) else value == again.state[p][key]
+            assert same, key
+    for a, b in zip(live.param_groups, again.param_groups, strict=True):
+        assert {k: v for k, v in a.items() if k != "params"} == {k: v for k, v in b.items() if k != "params"}
+
+
+def test_weight_decay_spares_biases_and_norms(model):
+    model.set_optimizer("adamw", weight_decay=0.1)
+    parameters = dict(model.engine.module.named_parameters())
+    decayed, spared = optim.names_of(model.sessions[""].optimizer, parameters)
+    assert sorted(decayed) == ["embed.weight", "mix.weight", "output_layer.weight", "value_head.weight"]
+    assert sorted(spared) == ["mix.bias", "norm.bias", "norm.weight", "output_layer.bias", "value_head.bias"]
+    assert [g["weight_decay"] for g in model.sessions[""].optimizer.param_groups] == [0.1, 0.0]
+
+
+def test_an_optimizer_of_ones_own(model):
+    own = torch.optim.SGD(model.engine.module.output_layer.parameters(), lr=0.5)
+    model.set_optimizer(own)
+    assert model.sessions[""].optimizer is own
+    with pytest.raises(BadOptimizer, match="1 of its parameters"):
+        model.set_optimizer(torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=1.0))
+    with pytest.raises(BadOptimizer, match="closure"):
+        model.set_optimizer(torch.optim.LBFGS(model.engine.module.parameters()))
+    with pytest.raises(BadOptimizer, match=r"not a torch.optim.Optimizer"):
+        model.set_optimizer(object())
+    assert model.sessions[""].optimizer is own
+
+
+def test_nothing_to_train_is_told():
+    module = TinyLM().requires_grad_(False)
+    with pytest.raises(NoTrainableParameters, match="base model"):
+        session_model(module).set_optimizer()
+
+
+def test_an_optimizer_does_not_change_between_clip_and_step(model):
+    model.set_optimizer()
+    model.forward_backward(ROWS)
+    model.clip_grad_norm()
+    with pytest.raises(WindowNotStepped):
+        model.set_optimizer("sgd")
+    model.step()
+    model.set_optimizer("sgd")
+
+
+# ------------------------------------------------------------------------------------------------ schedules
+
+SCHEDULES = [
+    ("cosine_warmup", {"num_warmup_steps": 2, "num_training_steps": 8}),
+    ("linear_warmup", {"num_warmup_steps": 2, "num_training_steps": 8}),
+    ("constant", {"num_warmup_steps": 2}),
+    ("lambda_lr", {"lr_lambda": lambda step: 0.9**step}),
+    ("multiplicative_lr", {"lr_lambda": lambda step: 0.9}),
+    ("step_lr", {"step_size": 2}),
+    ("multi_step_lr", {"milestones": [2, 4]}),
+    ("constant_lr", {}),
+    ("linear_lr", {}),
+    ("exponential_lr", {"gamma": 0.9}),
+    ("polynomial_lr", {}),
+    ("cosine_annealing_lr", {"T_max": 8}),
+    ("cosine_annealing_warm_restarts", {"T_0": 3}),
+    ("cyclic_lr", {"base_lr": 0.1, "max_lr": 1.0, "step_size_up": 2, "cycle_momentum": False}),
+    ("one_cycle_lr", {"max_lr": 1.0, "total_steps": 9, "cycle_momentum": False}),
+]
+
+
+def rates(model, count):
+    found = []
+    for _ in range(count):
+        model.forward_backward(ROWS)
+        model.clip_grad_and_step()
+        found.append(model.sessions[""].optimizer.param_groups[0]["lr"])
+    return found
+
+
+@pytest.mark.parametrize(("name", "kwargs"), SCHEDULES)
+def test_every_schedule_resumes_with_the_same_rates(name, kwargs, tmp_path):
+    def fresh():
+        torch.manual_seed(0)
+        made = session_model(TinyLM())
+        made.set_optimizer("sgd", lr=0.5, momentum=0.1)
+        made.set_lr_scheduler(name, **kwargs)
+        return made
+
+    unbroken = rates(fresh(), 6)
+    first = fresh()
+    head = rates(first, 3)
+    path = first.save("c", tmp_path, save_optimizer=True)
+    second = fresh()
+    for _ in range(2):
+        second.resume_from_checkpoint(path)
+        assert second.sessions[""].optimizer.param_groups[0]["lr"] == head[-1]
+    assert head + rates(second, 3) == unbroken
+
+
+def test_formulas_of_the_schedules():
+    def curve(name, **kwargs):
+        made = session_model(TinyLM())
+        made.set_optimizer("sgd", lr=2.0)
+        made.set_lr_scheduler(name, **kwargs)
+        return [made.sessions[""].optimizer.param_groups[0]["lr"], *rates(made, 6)]
+
+    assert curve("linear_warmup", num_warmup_steps=2, num_training_steps=6) == pytest.approx([0, 1, 2, 1.5, 1, 0.5, 0])
+    assert curve("constant", num_warmup_steps=2) == pytest.approx([0, 1, 2, 2, 2, 2, 2])
+    cosine = [0, 1, *(2 * (0.1 + 0.9 * (1 + math.cos(math.pi * i / 4)) / 2) for i in range(5))]
+    assert curve("cosine_warmup", num_warmup_steps=2, num_training_steps=6, min_lr_ratio=0.1) == pytest.approx(cosine)
+
+
+def test_a_schedule_needs_an_optimizer_and_its_own(model):
+    with pytest.raises(NoOptimizer, match="set_lr_scheduler"):
+        model.set_lr_scheduler("constant")
+    model.set_optimizer("sgd")
+    other = torch.optim.SGD(TinyLM().parameters(), lr=1.0)
+    with pytest.raises(BadScheduler, match="another optimizer"):
+        model.set_lr_scheduler(lr_scheduler.StepLR(other, 2))
+    with pytest.raises(BadScheduler, match="less than num_warmup_steps"):
+        model.set_lr_scheduler("cosine_warmup", num_warmup_steps=5, num_training_steps=3)
+    own = lr_scheduler.StepLR(model.sessions[""].optimizer, 2)
+    model.set_lr_scheduler(own)
+    assert model.sessions[""].scheduler is own
+    model.set_optimizer("sgd")
+    assert model.sessions[""].scheduler is None
+
+
+# ------------------------------------------------------------------------------------------------ metrics and the table
+
+
+def test_metrics_of_both_modes_are_apart(model):
+    model.set_optimizer("sgd", lr=0.0)
+    model.add_metric("loss")
+    model.add_metric("accuracy", False)
+    trained = float(model.forward_backward(ROWS))
+    model.forward_only(ROWS[:1])
+    assert model.calculate_metric(True) == {"loss": pytest.approx(trained)}
+    evaluated = model.calculate_metric(False)
+    assert set(evaluated) == {"loss", "accuracy"} and evaluated["loss"] != pytest.approx(trained)
+    assert model.calculate_metric(True) == {} and model.calculate_metric(False) == {}
+
+
+def test_a_metric_instance_is_copied_for_the_second_mode(model):
+    from twinkle_core.metrics.loss import LossMetric
+
+    model.add_metric(LossMetric())
+    model.forward_backward(ROWS)
+    assert model.calculate_metric(True) and model.calculate_metric(False) == {}
+
+
+def test_the_loss_metric_is_no_mean_of_means(model):
+    model.set_optimizer("sgd", lr=0.0)
+    model.add_metric("loss", True)
+    rows = random_rows([2, 9, 1, 6])
+    whole = float(model.forward_backward(rows))
+    model.calculate_metric()
+    for part in (rows[:1], rows[1:]):
+        model.forward_backward(part, micro_batch_size=1)
+    assert model.calculate_metric()["loss"] == pytest.approx(whole)
+
+
+def test_numbers_of_the_loss_itself_are_reported(model):
+    from twinkle_core.types import LossOutput
+
+    def with_numbers(inputs, outputs):
+        return LossOutput(outputs.logits.sum() * 0, 1.0, {"share": (outputs.logits.shape[0], 2.0)})
+
+    model.set_loss(with_numbers)
+    model.add_metric("loss", True)
+    model.forward_backward(random_rows([1, 1, 1]), micro_batch_size=2)
+    assert model.calculate_metric() == {"loss": 0.0, "share": 3 / 4}
+
+
+def test_configuration_is_a_table(model):
+    model.set_optimizer("adamw", lr=0.25)
+    model.add_metric("loss")
+    text = model.get_train_configs()
+    lines = {line.split("  ")[0]: line for line in text.splitlines()}
+    assert "348 trainable" in lines["parameters"] and "lr 0.25" in lines["optimizer"]
+    assert "CrossEntropyLoss" in lines["loss"] and "scope token" in lines["loss"]
+    assert "optimizer adamw: twinkle-core" in text
+
+
+def test_hooks_are_called(model, tmp_path):
+    from twinkle_core import hookimpl, plugins
+
+    class Listener:
+        def __init__(self):
+            self.heard = []
+
+        @hookimpl
+        def twinkle_before_step(self, session):
+            self.heard.append(("before", session.cur_step))
+
+        @hookimpl
+        def twinkle_after_step(self, session, result):
+            self.heard.append(("after", result.acted, result.cur_step, result.weight))
+
+        @hookimpl
+        def twinkle_metrics_logged(self, step, metrics):
+            self.heard.append(("metrics", step, metrics))
+
+        @hookimpl
+        def twinkle_checkpoint_saved(self, path, session):
+            self.heard.append(("saved", path))
+
+        @hookimpl
+        def twinkle_checkpoint_loaded(self, path, session):
+            self.heard.append(("loaded", path))
+
+        @hookimpl
+        def twinkle_model_created(self, model):
+            self.heard.append(("created", model))
+
+    listener = Listener()
+    plugins.register(listener, "listener")
+    try:
+        other = session_model(TinyLM())
+        model.set_optimizer()
+        model.forward_backward(ROWS)
+        model.clip_grad_and_step()
+        model.calculate_metric()
+        path = model.save("x", tmp_path)
+        model.load("x", tmp_path)
+    finally:
+        plugins.unregister("listener")
+    weight = sum(label != -100 for r in ROWS for label in r["labels"])
+    assert listener.heard == [
+        ("created", other), ("before", 0), ("after", True, 1, weight), ("metrics", 1, {}), ("saved", path), ("loaded", path),
+    ]  # fmt: skip

@@ -1,0 +1,96 @@
+"""Rows put together to a fixed length (L1)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from twinkle_core.data.dataset import Dataset, DatasetMeta, Row
+from twinkle_core.errors import DataError
+
+
+def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """Indices of ``lengths`` in bins of at most ``capacity``: the longest first, each into the first bin with room.
+
+    At most 11/9 of the fewest bins, and 2/3 of one (Dósa, 2007). Within a bin, and among bins by their first index, the order
+    of the rows is kept. A tree over the bins' free room finds the first fit in logarithmic time.
+    """
+    leaves = 1
+    while leaves < max(len(lengths), 1):
+        leaves *= 2
+    room = [capacity] * (2 * leaves)  # node k has the most room of its bins; all are empty at first
+    bins: list[list[int]] = [[] for _ in range(leaves)]
+    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        node = 1
+        while node < leaves:
+            node = 2 * node if room[2 * node] >= lengths[index] else 2 * node + 1
+        bins[node - leaves].append(index)
+        room[node] -= lengths[index]
+        while node > 1:
+            node //= 2
+            room[node] = max(room[2 * node], room[2 * node + 1])
+    return sorted(sorted(b) for b in bins if b)
+
+
+class PackingDataset(Dataset):
+    """Encodes, and puts the rows into packs of at most ``max_length`` tokens, for ``InputProcessor(padding_free=True)``.
+
+    Rows before ``encode`` are conversations, after it packs: ``input_ids``, ``labels`` and ``position_ids`` of several rows
+    one after the other (positions restart), with their lengths in ``seq_lens``. Other fields are left out.
+
+    Args:
+        meta: as for ``Dataset``.
+        max_length: most tokens of a pack; None: the template's. A longer row is an error.
+    """
+
+    def __init__(self, meta: DatasetMeta | str | Path | Iterable[Mapping[str, Any]], max_length: int | None = None) -> None:
+        super().__init__(meta)
+        self.max_length = max_length
+        self.packs: list[list[int]] | None = None  # of indices of encoded rows
+
+    def encode(self, num_proc: int | None = None) -> Dataset:
+        capacity = self.max_length or getattr(self._needs_template(), "max_length", None)
+        if not isinstance(capacity, int) or capacity < 1:
+            raise DataError.argument("max_length", capacity, "a pack needs a length, and the template has none")
+        before = self._parts
+        super().encode(num_proc)
+        lengths = [len(row["input_ids"]) for row in super().__iter__()]
+        for index, length in enumerate(lengths):
+            if length > capacity:
+                self._replace(before, self._metas)
+                self._encoded = False
+                raise DataError.in_row("a pack", index, f"its {length} tokens are more than max_length={capacity}")
+        self.packs = first_fit_decreasing(lengths, capacity)
+        return self
+
+    def __len__(self) -> int:
+        return super().__len__() if self.packs is None else len(self.packs)
+
+    def _row(self, index: int) -> Row:
+        if self.packs is None:
+            return super()._row(index)
+        rows = [super(PackingDataset, self)._row(i) for i in self.packs[index]]
+        lens = [len(row["input_ids"]) for row in rows]
+        pack: Row = {name: [v for row in rows for v in row[name]] for name in ("input_ids", "labels")}
+        return {**pack, "position_ids": [p for n in lens for p in range(n)], "seq_lens": lens, "length": sum(lens)}
+
+    def __iter__(self) -> Iterator[Row]:
+        return super().__iter__() if self.packs is None else (self._row(i) for i in range(len(self)))
+
+    def filter(
+        self, function: Callable[[Row], bool], *, num_proc: int | None = None, dataset_meta: DatasetMeta | None = None
+    ) -> Dataset:
+        """As ``Dataset.filter``, before ``encode``."""
+        if self.packs is not None:
+            raise DataError.encoded("filter")
+        return super().filter(function, num_proc=num_proc, dataset_meta=dataset_meta)
+
+    def mix_dataset(self, interleave: bool = True) -> None:
+        if self.packs is not None:
+            raise DataError.encoded("mix_dataset")
+        super().mix_dataset(interleave)
+
+    def save_as(self, path: str | Path) -> Path:
+        """Write the packs."""
+        return super().save_as(path) if self.packs is None else Dataset(list(self)).save_as(path)
