@@ -214,7 +214,8 @@ def test_B12_rank_alpha_and_scale_belong_to_the_adapter(rslora, right, tmp_path)
     put(store, "tenant", 1.0, 1.0)
     assert answer(store, "tenant") == right
     store.write("tenant", tmp_path)
-    stored, config = load_file(tmp_path / "adapter_model.safetensors"), json.loads((tmp_path / "adapter_config.json").read_text())
+    stored = load_file(tmp_path / "adapter_model.safetensors")
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
     assert sorted(list(t.shape) for t in stored.values()) == [[1, 4], [4, 1]]
     assert (config["r"], config["lora_alpha"], config["use_rslora"], config["target_modules"]) == (4, 8, rslora, ["lin"])
     plain = PeftModel.from_pretrained(ToyL(ToyLConfig(0.0)), tmp_path)
@@ -358,6 +359,29 @@ def test_frozen_weights_in_compute_type_and_adapters_in_fp32(llama):
         assert module.model.rotary_emb.inv_freq.dtype == torch.float32
 
 
+def test_what_must_stay_wide_does(llama):
+    llama._keep_in_fp32_modules_strict = {"norm"}
+    store = PeftAdapters(llama, Precision("bf16"))
+    store.acquire("a", METHODS["lora"])
+    wide = {name for name, p in store.parameters(BASE).items() if p.dtype == torch.float32}
+    assert wide == {"model.norm.weight"}
+
+
+@pytest.mark.parametrize("method", ["all-linear", "shira", "modules to save"])
+def test_same_seed_gives_the_adapter_of_plain_peft(llama, method):
+    """Whatever is tried before the model is touched draws no random number from what comes after."""
+    copy = skeleton(llama, weightless=False)
+    torch.manual_seed(3)
+    plain = PeftModel(copy, METHODS[method], "default")
+    after = torch.rand(1)
+    torch.manual_seed(3)
+    store = PeftAdapters(llama)
+    store.acquire("a", METHODS[method])
+    assert torch.equal(torch.rand(1), after)
+    reference = peft.get_peft_model_state_dict(plain, save_embedding_layers=False)
+    assert all(torch.equal(v, reference[k]) for k, v in store.state_dict("a").items())
+
+
 def test_what_is_trained_elsewhere_keeps_its_fp32(llama):
     precision = Precision("bf16")
     store = PeftAdapters(llama, precision)
@@ -411,3 +435,35 @@ def test_skeleton_shares_nothing(llama, ids):
     assert not hasattr(llama, "peft_config")
     assert torch.equal(logits(llama, ids), before)
     assert all(torch.equal(v, state[k]) for k, v in plain_state(llama).items())
+
+
+@pytest.mark.parametrize("others", [0, 1])
+def test_failure_that_no_rehearsal_shows_is_taken_back(llama, ids, others, monkeypatch):
+    """The device is full while the second of many layers is made."""
+    store = PeftAdapters(llama)
+    if others:
+        store.acquire("a", METHODS["modules to save"])
+        train_once(store, "a", ids)
+    state, switches, tree = copy_of(llama.state_dict()), flags(llama), [(n, id(m)) for n, m in llama.named_modules()]
+    made = []
+    real = peft.tuners.lora.layer.LoraLayer.reset_lora_parameters
+
+    def full(layer, name, init):
+        made.append(name)
+        weight = next(iter(layer.lora_A.values()), None)
+        if len([n for n in made if n == made[-1]]) > 3 and (weight is None or weight.weight.device.type != "meta"):
+            raise torch.OutOfMemoryError("full")
+        return real(layer, name, init)
+
+    monkeypatch.setattr(peft.tuners.lora.layer.LoraLayer, "reset_lora_parameters", full)
+    monkeypatch.setattr(store, "_rehearse", lambda *a: {})
+    with pytest.raises(torch.OutOfMemoryError):
+        store.acquire("b", METHODS["all-linear"] if not others else METHODS["modules to save"])
+    assert store.names() == ["a"] * others
+    assert flags(llama) == switches
+    if not others:
+        assert [(n, id(m)) for n, m in llama.named_modules()] == tree
+    assert all(torch.equal(v, state[k]) for k, v in llama.state_dict().items())
+    monkeypatch.undo()
+    store.acquire("b", METHODS["modules to save"])
+    train_once(store, "b", ids)

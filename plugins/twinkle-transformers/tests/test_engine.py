@@ -238,6 +238,8 @@ def test_encoder_without_output_layer_forwards(ids):
         m.set_loss("mse")
         m.set_optimizer("sgd")
         m.forward_backward([{**row, "labels": 1.0} for row in batch], task="seq_cls")
+    with pytest.raises(NotComputed, match="BertForSequenceClassification"):
+        m.engine.generate(batch)
 
 
 def test_B27_left_padding_does_not_shift_positions():

@@ -49,7 +49,7 @@ def test_config_alone_gives_random_weights():
         model(config=tiny_config()),
         model(LlamaForCausalLM, config=tiny_config()),
         model("LlamaForCausalLM", config=tiny_config(num_hidden_layers=1), num_hidden_layers=2),
-        model(LlamaForCausalLM, vocab_size=264, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4),
+        model(LlamaForCausalLM, vocab_size=264, hidden_size=32, num_hidden_layers=2, num_attention_heads=4),
     ):
         assert m.module.config.num_hidden_layers == 2
         assert m.module.config.hidden_size == 32
@@ -188,3 +188,49 @@ def test_two_models_of_one_process_differ_in_everything(tiny, untied):
     three = model(ToyL, config=ToyLConfig())
     assert [m.engine.precision.mixed for m in (one, two, three)] == ["bf16", "fp16", "no"]
     assert (one.engine.scaler is None, two.engine.scaler is None) == (True, False)
+
+
+def write_gguf(path, hidden=32, layers=2, vocabulary=40):
+    """The smallest llama that a GGUF reader takes."""
+    import gguf
+    import numpy as np
+
+    writer, random = gguf.GGUFWriter(str(path), "llama"), np.random.default_rng(0)
+    for add, value in (
+        (writer.add_context_length, 64), (writer.add_embedding_length, hidden), (writer.add_block_count, layers),
+        (writer.add_feed_forward_length, 64), (writer.add_head_count, 4), (writer.add_head_count_kv, 2),
+        (writer.add_layer_norm_rms_eps, 1e-5), (writer.add_rope_freq_base, 10000.0), (writer.add_vocab_size, vocabulary),
+    ):  # fmt: skip
+        add(value)
+    shapes = {"token_embd.weight": (vocabulary, hidden), "output_norm.weight": (hidden,), "output.weight": (vocabulary, hidden)}
+    for i in range(layers):
+        for name, shape in (
+            ("attn_norm", (hidden,)), ("ffn_norm", (hidden,)), ("attn_q", (hidden, hidden)), ("attn_k", (hidden // 2, hidden)),
+            ("attn_v", (hidden // 2, hidden)), ("attn_output", (hidden, hidden)), ("ffn_gate", (64, hidden)),
+            ("ffn_up", (64, hidden)), ("ffn_down", (hidden, 64)),
+        ):  # fmt: skip
+            shapes[f"blk.{i}.{name}.weight"] = shape
+    for name, shape in shapes.items():
+        writer.add_tensor(name, random.normal(0, 0.2, shape).astype(np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def test_gguf_file_is_read_by_its_path_or_by_its_name(tmp_path):
+    write_gguf(tmp_path / "tiny.gguf")
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="tiny.gguf")
+    for m in (model(model_id=tmp_path / "tiny.gguf"), model(model_id=tmp_path, gguf_file="tiny.gguf")):
+        assert all(torch.equal(v, m.module.state_dict()[k]) for k, v in reference.state_dict().items())
+
+
+def test_ready_made_optimizer_has_fp32_weights_too(tiny, tmp_path):
+    AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.bfloat16).save_pretrained(tmp_path)
+    for ready in (True, False):
+        m = TransformersModel(model_id=tmp_path)
+        assert {p.dtype for p in m.module.parameters()} == {torch.bfloat16}
+        m.set_optimizer(torch.optim.AdamW(m.module.parameters()) if ready else "adamw")
+        assert {p.dtype for p in m.module.parameters()} == {torch.float32}
+        m.forward_backward([{"input_ids": [5, 6], "labels": [6, 7]}])
+        m.clip_grad_and_step()

@@ -20,10 +20,18 @@ from twinkle_core.names import closest
 from twinkle_transformers import weights
 from twinkle_transformers.precision import Precision
 from twinkle_transformers.rules import check_config, check_name
-from twinkle_transformers.tree import peft_layers, plain_parameters, plain_state, skeleton
+from twinkle_transformers.tree import peft_layers, plain_parameters, plain_state, skeleton, unwrap
 
 #: What peft raises for a config that it can't inject.
 _REFUSALS = (ValueError, TypeError, KeyError, AttributeError, RuntimeError, AssertionError, ImportError, NotImplementedError)
+
+
+class _Tree(PeftModel):  # type: ignore[misc]
+    """peft's view of a model. It is never called; it knows the tuner, the configs and the keys."""
+
+    def prepare_model_for_gradient_checkpointing(self, model: Any) -> Any:
+        """Nothing: only the re-entrant kind, which isn't used here, needs embeddings that require gradients."""
+        return model
 
 
 class PeftAdapters(AdapterStore):
@@ -51,7 +59,7 @@ class PeftAdapters(AdapterStore):
         self.module = module
         self._tokenizer = tokenizer
         self.precision = precision or Precision("no")
-        self._peft: Any = None  # PeftModel over ``module`` while there are adapters; never called, it knows the tree
+        self._peft: Any = None  # while there are adapters
         self._inner: dict[str, str] = {}
         self._count = 0
         self._layers: list[Any] = []
@@ -90,14 +98,19 @@ class PeftAdapters(AdapterStore):
         self._count += 1
         if not self._inner:
             self._base_flags = {p: p.requires_grad for p in self.module.parameters()}
-        self._inject(name, inner, config)
-        if state is not None:
-            self.load_state_dict(name, state)
+        try:
+            self._inject(name, inner, config)
+            if state is not None:
+                self.load_state_dict(name, state)
+        except BaseException:  # what no rehearsal shows, such as a device that is full
+            self._withdraw(name, inner)
+            raise
         return name
 
     def _rehearse(self, name: str, inner: str, config: PeftConfig) -> dict[str, torch.Tensor]:
         """Inject into a copy without weights. Returns the adapter's tensors (shapes only)."""
-        with warnings.catch_warnings():
+        # numbers that a rehearsal draws must not be missing afterwards: the same seed gives the same adapter as in plain peft
+        with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
             warnings.simplefilter("ignore")
             try:
                 try:
@@ -110,7 +123,7 @@ class PeftAdapters(AdapterStore):
     def _trial(self, inner: str, config: PeftConfig, *, weightless: bool) -> dict[str, torch.Tensor]:
         config = copy.deepcopy(config)
         if self._peft is None:
-            trial: Any = PeftModel(skeleton(self.module, weightless), config, inner, low_cpu_mem_usage=weightless)
+            trial: Any = _Tree(skeleton(self.module, weightless), config, inner, low_cpu_mem_usage=weightless)
         else:
             trial = skeleton(self._peft, weightless)
             trial.add_adapter(inner, config, low_cpu_mem_usage=weightless)
@@ -119,10 +132,12 @@ class PeftAdapters(AdapterStore):
     def _inject(self, name: str, inner: str, config: PeftConfig) -> None:
         known = set(self.module.modules())
         inference_mode, config.inference_mode = config.inference_mode, False
-        if self._peft is None:
-            self._peft = PeftModel(self.module, config, inner)
-        else:
-            self._peft.add_adapter(inner, config)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)  # peft asks the older name
+            if self._peft is None:
+                self._peft = _Tree(self.module, config, inner)
+            else:
+                self._peft.add_adapter(inner, config)
         self._inner[name] = inner
         self._layers = peft_layers(self.module)
         for module in self.module.modules():  # peft's new modules start in training mode, wherever the model is
@@ -135,8 +150,13 @@ class PeftAdapters(AdapterStore):
         self._flags[name] = {p: flag and not inference_mode for p, flag in own.items()}
         config.inference_mode = inference_mode
         self.precision.master(own)
-        self.precision.freeze(base)
+        self.precision.freeze(base - self._kept_wide())
         self._rest()
+
+    def _kept_wide(self) -> set[torch.nn.Parameter]:
+        """What the model's authors say must stay in fp32 (routers, gates of recurrent layers), whatever the others are in."""
+        names = {n for a in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict") for n in getattr(self.module, a, None) or ()}
+        return {p for key, p in plain_parameters(self.module).items() if any(f".{n}." in f".{key}." for n in names)}
 
     def _rest(self) -> None:
         """The flags outside of any activation."""
@@ -149,21 +169,25 @@ class PeftAdapters(AdapterStore):
     def release(self, name: str) -> None:
         if name not in self._inner:
             raise UnknownAdapter(name, closest(name, self.names()), self.names())
-        inner = self._inner.pop(name)
-        del self._flags[name]
+        self._withdraw(name, self._inner[name])
+
+    def _withdraw(self, name: str, inner: str) -> None:
+        """Take an adapter out, however much of it is there. Without the last one the tree is what it was before the first."""
+        self._inner.pop(name, None)
+        self._flags.pop(name, None)
+        self._layers = peft_layers(self.module)
         rest = next(iter(self._inner.values()), None)
-        wanted = {layer: [rest] if rest else [] for layer in self._layers}
-        self._switch(wanted, dict.fromkeys(self._layers, True))
-        self._peft.delete_adapter(inner)
-        if not self._inner:
-            self._peft.base_model.unload()
-            self._peft = None
-            self._layers = []
+        if rest is None:
+            unwrap(self.module)
+            self._peft, self._layers = None, []
             for parameter, flag in self._base_flags.items():
                 parameter.requires_grad_(flag)
             self._base_flags = {}
             return
-        self._layers = peft_layers(self.module)
+        self._switch({layer: [rest] for layer in self._layers}, dict.fromkeys(self._layers, True))
+        # after a failure peft has forgotten the config, but its layers may hold a part of the adapter
+        self._peft.peft_config.setdefault(inner, next(iter(self._peft.peft_config.values())))
+        self._peft.delete_adapter(inner)
         self._rest()
 
     # ------------------------------------------------------------------------------------------------ activate

@@ -60,6 +60,7 @@ class TransformersEngine(LoopEngine):
     """
 
     capabilities = frozenset({SPLIT_STEP, GENERATE})
+    module: Any
 
     def __init__(
         self,
@@ -105,7 +106,7 @@ class TransformersEngine(LoopEngine):
         beyond = {"aux_loss", "values", "embeddings"}
         return task == "causal_lm" and not needs & beyond and bool(needs & (TOKEN_NEEDS | {"hidden"}))
 
-    def _inputs(self, batch: InputFeature) -> dict[str, Any]:
+    def _inputs(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """What the model's forward takes of a batch.
 
         Without padding there is nothing to mask, and positions are what the model counts by itself; leaving both out selects
@@ -130,7 +131,7 @@ class TransformersEngine(LoopEngine):
             raise NotComputed(self._name(), "embeddings", "it has no pooling head; apply the patch 'embedding' first")
         extra = {"output_router_logits": True} if "aux_loss" in needs and "output_router_logits" in self._takes else {}
         result = self.module(**inputs, **extra)
-        logits = getattr(result, "logits", None)
+        logits: Any = getattr(result, "logits", None)
         output = ModelOutput()
         if logits is None and needs & (TOKEN_NEEDS | {"logits", "values"}):
             raise NotComputed(self._name(), "logits", f"its outputs are {', '.join(result.keys())}")
@@ -139,11 +140,8 @@ class TransformersEngine(LoopEngine):
         if needs & TOKEN_NEEDS:
             labels = batch["labels"]
             if labels.is_floating_point() or labels.shape != logits.shape[:-1]:
-                raise NotComputed(
-                    self._name(),
-                    "logps",
-                    f"labels {list(labels.shape)} ({labels.dtype}) are no classes of logits {list(logits.shape)}; set_loss('mse') or a function",
-                )
+                why = f"labels {list(labels.shape)} ({labels.dtype}) are no classes of logits {list(logits.shape)}"
+                raise NotComputed(self._name(), "logps", f"{why}; set_loss('mse') or a function")
             output.update(_named(needs, logps_from_logits(logits, batch["labels"], **_wanted(needs), temperature=temperature)))
         if "values" in needs:
             if logits.shape[-1] != 1:
@@ -177,7 +175,8 @@ class TransformersEngine(LoopEngine):
     def _output_layer(self, inputs: Mapping[str, Any]) -> Any:
         """The output layer if the logits are its output alone, else None. Asked once for each pair of layers and forward."""
         layer = self.module.get_output_embeddings()
-        key = (id(layer), id(getattr(self.module, "base_model", None)), getattr(self.module.forward, "__func__", self.module.forward))
+        forward = getattr(self.module.forward, "__func__", self.module.forward)  # a patch may have put another in its place
+        key = (id(layer), id(getattr(self.module, "base_model", None)), forward, frozenset(inputs))
         if key not in self._roads:
             self._roads[key] = output_layer_of(self.module, inputs)
         return layer if self._roads[key] else None
@@ -197,7 +196,13 @@ class TransformersEngine(LoopEngine):
         return super().make_optimizer(cls, parameters, kwargs)
 
     def generate(self, rows: Sequence[InputFeature], **kwargs: Any) -> list[list[int]]:
-        """Completions' ids of prompts' ids. ``kwargs``: of transformers' ``generate``."""
+        """Completions' ids of prompts' ids. ``kwargs``: of transformers' ``generate``; at most 128 new tokens if it isn't said.
+
+        Raises:
+            NotComputed: the model has no text to give.
+        """
+        if not self.module.can_generate():
+            raise NotComputed(self._name(), "text", "transformers can't generate with this class; load one ...ForCausalLM")
         with evaluating(self.module), self.precision.autocast(self.device):
             return complete(self.module, rows, self.device, kwargs)
 

@@ -18,14 +18,17 @@ from twinkle_transformers.precision import Precision, cpu_has_bf16
 if TYPE_CHECKING:
     from twinkle_core.mesh import DeviceMesh
 
-#: What ``from_pretrained`` takes beyond its signature (it reads them out of its keyword arguments).
-_FROM_PRETRAINED = frozenset(
-    "allow_all_kernels attn_implementation code_revision device_map disable_mmap dtype experts_implementation fusion_config "
-    "generation_config gguf_file ignore_mismatched_sizes kernel_config key_mapping max_memory offload_buffers offload_folder "
-    "quantization_config revision state_dict subfolder torch_dtype trust_remote_code use_kernels use_safetensors variant".split()
-)
 #: What ``from_config`` takes; everything else belongs to the config.
-_FROM_CONFIG = frozenset("allow_all_kernels attn_implementation code_revision dtype experts_implementation torch_dtype trust_remote_code".split())
+_FROM_CONFIG = frozenset(
+    {"allow_all_kernels", "attn_implementation", "code_revision", "dtype", "experts_implementation", "torch_dtype"}
+    | {"trust_remote_code"}
+)
+#: What ``from_pretrained`` takes (most of it is read out of its keyword arguments) and has an effect on a local folder.
+_FROM_PRETRAINED = _FROM_CONFIG | frozenset(
+    {"device_map", "disable_mmap", "fusion_config", "generation_config", "gguf_file", "ignore_mismatched_sizes"}
+    | {"kernel_config", "key_mapping", "max_memory", "offload_buffers", "offload_folder", "quantization_config"}
+    | {"revision", "state_dict", "subfolder", "use_kernels", "use_safetensors", "variant"}
+)
 
 
 def model_class(spec: Any) -> Any:
@@ -35,6 +38,8 @@ def model_class(spec: Any) -> Any:
     if spec is None:
         return transformers.AutoModelForCausalLM
     if not isinstance(spec, str):
+        if not hasattr(spec, "from_pretrained"):
+            raise UnknownModelClass(getattr(spec, "__name__", repr(spec)), None)
         return spec
     found = getattr(transformers, spec, None) if spec in dir(transformers) else None
     if not hasattr(found, "from_pretrained") or not isinstance(found, type):
@@ -130,7 +135,9 @@ def _build(owner: str, own: frozenset[str], cls: Any, config: Any, options: dict
     return cls._from_config(config, **loader)
 
 
-def _load(owner: str, own: frozenset[str], cls: Any, model_id: str, config: Any, precision: Precision, options: dict[str, Any]) -> Any:
+def _load(
+    owner: str, own: frozenset[str], cls: Any, model_id: str, config: Any, precision: Precision, options: dict[str, Any]
+) -> Any:
     from transformers import AutoConfig
 
     folder, options = _fetch(model_id, options)
@@ -140,8 +147,9 @@ def _load(owner: str, own: frozenset[str], cls: Any, model_id: str, config: Any,
         options["dtype"] = precision.load_dtype
     try:
         if strange:  # taking the config out of a GGUF file would take as long as loading it
-            known = config if config is not None or "gguf_file" in options else AutoConfig.from_pretrained(folder, trust_remote_code=trust)
-            _check_options(owner, own, strange, _FROM_PRETRAINED, known)
+            ask = config is None and "gguf_file" not in options
+            there = AutoConfig.from_pretrained(folder, trust_remote_code=trust) if ask else config
+            _check_options(owner, own, strange, _FROM_PRETRAINED, there)
         if config is not None:
             options["config"] = config
         return cls.from_pretrained(folder, **options)

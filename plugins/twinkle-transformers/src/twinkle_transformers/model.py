@@ -38,24 +38,27 @@ class TransformersModel(SessionModel):
 
     Args:
         model_cls: a class, or the name of one in transformers (``'AutoModelForCausalLM'``, ``'LlamaForCausalLM'``).
-        model_id: ``ms://org/name``, ``hf://org/name`` or a local folder (also a checkpoint that ``save`` wrote); a ``.gguf`` file
-            is read too. None: random weights from ``config``.
+        model_id: ``ms://org/name``, ``hf://org/name`` or a local folder (also a checkpoint that ``save`` wrote); a ``.gguf``
+            file is read too. None: random weights from ``config``.
         config: a PretrainedConfig to use in place of the folder's.
         device_mesh: its ``device_type`` says where the model lives; without one, this process's accelerator, else the CPU.
-        mixed_precision: ``bf16``, ``fp16`` (with a gradient scaler by itself), ``no`` (fp32), ``fp8``. Trained weights, gradients
-            and optimizer state are fp32 in all of them; weights that an adapter leaves frozen are held in the compute type.
+        mixed_precision: ``bf16``, ``fp16`` (with a gradient scaler by itself), ``no`` (fp32), ``fp8``. Trained weights,
+            gradients and optimizer state are fp32 in all of them; what an adapter leaves frozen is held in the compute type.
         strategy: ``accelerate`` or ``native_fsdp``: how the model is wrapped in several processes; without effect in one.
         ddp_config, fsdp_config, memory_efficient_init: as ``strategy``.
         grad_scaler_config: arguments of ``torch.amp.GradScaler`` under ``fp16``.
         gradient_checkpointing: True trades time for memory; None and False leave it off.
         on_nonfinite: what NaN or infinite gradients do: ``raise``, or ``skip`` the update. The fp16 scaler always skips.
         remote_group: where the model lives under a remote runtime; without effect in local mode.
-        kwargs: for ``from_pretrained`` or ``from_config``, and single values of the config. ``trust_remote_code`` is off by default.
+        kwargs: for ``from_pretrained`` or ``from_config``, and single values of the config. ``trust_remote_code`` is off by
+            default.
 
     Raises:
         NoModel, UnknownModelClass, UnknownOption, WrongArgument, ManyProcesses, Fp8Unavailable, ModelNotLoaded, and what
         ``hub.resolve`` raises.
     """
+
+    adapters: PeftAdapters
 
     def __init__(
         self,
@@ -104,12 +107,20 @@ class TransformersModel(SessionModel):
         engine = TransformersEngine(
             module, precision=precision, device=device, mesh=device_mesh, scaler=scaler, on_nonfinite=on_nonfinite, facts=facts
         )
-        super().__init__(engine, PeftAdapters(module, precision, lambda: getattr(self.sessions[BASE].template, "tokenizer", None)))
+        adapters = PeftAdapters(module, precision, lambda: getattr(self.sessions[BASE].template, "tokenizer", None))
+        super().__init__(engine, adapters)
+
+    def set_optimizer(self, optimizer_cls: Any = "adamw", *, adapter_name: str | None = None, **kwargs: Any) -> None:
+        """As for every model. The weights of an optimizer that is ready made become fp32 too, like those of one made here."""
+        super().set_optimizer(optimizer_cls, adapter_name=adapter_name, **kwargs)
+        optimizer = self._session(adapter_name).optimizer
+        assert optimizer is not None
+        self.adapters.precision.master(p for group in optimizer.param_groups for p in group["params"])
 
     @property
     def module(self) -> Any:
         """The transformers model itself, peft's layers inside."""
-        return self.adapters.module  # type: ignore[attr-defined]
+        return self.adapters.module
 
 
 def _scaler(precision: Precision, device: torch.device, config: Mapping[str, Any] | None) -> torch.amp.GradScaler | None:

@@ -23,6 +23,7 @@ class Precision:
     * Weights are kept as the checkpoint stores them until it is known what they are for, so that nothing is lost and nothing
       is held twice: ``master`` turns what is trained into fp32 (bf16 to fp32 is exact), ``freeze`` turns what an adapter
       leaves frozen into the compute type, except what a ``master`` call has claimed.
+    * A ``freeze`` is not taken back: who wants to train the whole model at full precision afterwards loads it again.
     * ``autocast`` is the context of every forward. ``no`` means none of all this: fp32 as loaded, no autocast.
 
     Raises:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -30,6 +31,9 @@ def output_layer_of(module: Any, inputs: Mapping[str, Any]) -> bool:
     layer, body = module.get_output_embeddings(), getattr(module, "base_model", None)
     if layer is None or body is None or body is module or "input_ids" not in inputs:
         return False
+    takes = inspect.signature(body.forward).parameters
+    if not set(inputs) <= set(takes) and not any(p.kind is p.VAR_KEYWORD for p in takes.values()):
+        return False
     ids = inputs["input_ids"][:1, :8]
     few = {"input_ids": ids} | ({"use_cache": False} if "use_cache" in inputs else {})
     with evaluating(module):
@@ -47,7 +51,7 @@ def check_isolation(module: Any, takes: frozenset[str], precision: Precision, de
     Raises:
         PackingLeaks: with what was seen.
     """
-    config = getattr(module, "config", None)
+    config: Any = getattr(module, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     size = getattr(text, "vocab_size", None) or 16
     a, other, b = (torch.arange(start, start + n, device=device) % size for start, n in ((1, 5), (6, 5), (11, 4)))
@@ -57,7 +61,9 @@ def check_isolation(module: Any, takes: frozenset[str], precision: Precision, de
         inputs: dict[str, Any] = {"input_ids": torch.cat(rows)[None]}
         if "position_ids" in takes and len(rows) > 1:
             inputs["position_ids"] = positions
-        result = module(**inputs, use_cache=False) if "use_cache" in takes or _has_cache(module) else module(**inputs)
+        if "use_cache" in inspect.signature(module.forward).parameters:
+            inputs["use_cache"] = False
+        result = module(**inputs)
         return result.logits[0, -4:]  # type: ignore[no-any-return]
 
     with evaluating(module), precision.autocast(device):
@@ -68,13 +74,7 @@ def check_isolation(module: Any, takes: frozenset[str], precision: Precision, de
         raise PackingLeaks(name, f"other tokens in one row change the next row's logits ({leak:.1%}); {_why(module, takes)}")
     shift = _differs(packed, alone, packed.dtype)
     if shift:
-        raise PackingLeaks(name, f"a row's logits in a packed sequence are not what they are alone ({shift:.1%}); {_why(module, takes)}")
-
-
-def _has_cache(module: Any) -> bool:
-    import inspect
-
-    return "use_cache" in inspect.signature(module.forward).parameters
+        raise PackingLeaks(name, f"a packed row's logits are not what they are alone ({shift:.1%}); {_why(module, takes)}")
 
 
 def _why(module: Any, takes: frozenset[str]) -> str:

@@ -57,7 +57,7 @@ def check_config(name: str, config: Any, module: torch.nn.Module, others: Sequen
             there = str(getattr(other.peft_type, "value", other.peft_type))
             raise BadAdapter(name, f"this model's adapters are {there}; peft can't mix {method} with it on one base model")
     if getattr(config, "bias", "none") != "none":
-        raise BadAdapter(name, f"bias={config.bias!r} trains biases that the base model and all adapters share; use bias='none'")
+        raise BadAdapter(name, f"bias={config.bias!r} trains biases that the base model and all adapters share; use 'none'")
     init = getattr(config, "init_lora_weights", True)
     if isinstance(init, str) and init.lower().startswith(_REWRITES_BASE):
         raise BadAdapter(name, f"init_lora_weights={init!r} rewrites base weights that all adapters share, or needs data first")
@@ -69,8 +69,8 @@ def check_config(name: str, config: Any, module: torch.nn.Module, others: Sequen
     if embeddings and _tied(module) and not getattr(config, "ensure_weight_tying", False):
         raise BadAdapter(
             name,
-            f"modules_to_save={embeddings} would part the tied embedding and output layer; set ensure_weight_tying=True to train "
-            "them as one, or load the model with tie_word_embeddings=False",
+            f"modules_to_save={embeddings} would part the tied embedding and output layer; set ensure_weight_tying=True to "
+            "train them as one, or load the model with tie_word_embeddings=False",
         )
     config = copy.deepcopy(config)
     if str(getattr(config.task_type, "value", config.task_type)) in ("SEQ_CLS", "TOKEN_CLS"):  # as peft: the head is trained

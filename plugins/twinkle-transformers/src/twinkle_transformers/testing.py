@@ -48,7 +48,8 @@ def tiny_tokenizer() -> Any:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(marks)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=marks[1], pad_token=marks[0])
+    make: Any = PreTrainedTokenizerFast  # transformers leaves it untyped
+    tokenizer = make(tokenizer_object=backend, eos_token=marks[1], pad_token=marks[0])
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
 
@@ -64,7 +65,7 @@ def write_tiny_llama(folder: Path | str, *, seed: int = 0, **changes: Any) -> Pa
     return Path(folder)
 
 
-class ToyLConfig(PretrainedConfig):  # type: ignore[misc]
+class ToyLConfig(PretrainedConfig):  # type: ignore[no-untyped-call]
     """Config of ToyL: the start value of its weight."""
 
     model_type = "twinkle_toy_l"
@@ -74,7 +75,7 @@ class ToyLConfig(PretrainedConfig):  # type: ignore[misc]
         super().__init__(**kwargs)
 
 
-class ToyL(PreTrainedModel):  # type: ignore[misc]
+class ToyL(PreTrainedModel):  # type: ignore[no-untyped-call]
     """``logits [B, T, 1] = weight * input_ids``: small enough to know every gradient."""
 
     config_class = ToyLConfig
@@ -82,7 +83,7 @@ class ToyL(PreTrainedModel):  # type: ignore[misc]
     def __init__(self, config: ToyLConfig) -> None:
         super().__init__(config)
         self.lin = torch.nn.Linear(1, 1, bias=False)
-        self.post_init()
+        self.post_init()  # type: ignore[no-untyped-call]
         with torch.no_grad():
             self.lin.weight.fill_(config.weight)
 

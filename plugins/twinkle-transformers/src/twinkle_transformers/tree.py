@@ -25,6 +25,16 @@ def _wrapped(module: torch.nn.Module) -> torch.nn.Module | None:
     return None
 
 
+def unwrap(module: torch.nn.Module) -> None:
+    """Put what peft's layers stand in for back into their places, and forget peft's configs."""
+    for parent in list(module.modules()):
+        for name, child in list(parent._modules.items()):
+            while child is not None and (inner := _wrapped(child)) is not None:
+                child = inner
+                setattr(parent, name, child)
+    module.__dict__.pop("peft_config", None)
+
+
 def plain_modules(module: torch.nn.Module, prefix: str = "") -> Iterator[tuple[str, torch.nn.Module]]:
     """``named_modules`` of the base model as it was before any adapter: peft's layers are looked through."""
     while (inner := _wrapped(module)) is not None:
@@ -71,8 +81,9 @@ def skeleton(module: torch.nn.Module, weightless: bool = True) -> Any:
         if t is None:
             return None
         if id(t) not in copies:
-            blank = torch.empty_like(t, device="meta") if weightless else t.detach()
-            copies[id(t)] = torch.nn.Parameter(blank, requires_grad=t.requires_grad) if isinstance(t, torch.nn.Parameter) else blank
+            copy = torch.empty_like(t, device="meta") if weightless else t.detach()
+            whole = isinstance(t, torch.nn.Parameter)
+            copies[id(t)] = torch.nn.Parameter(copy, requires_grad=t.requires_grad) if whole else copy
         return copies[id(t)]
 
     def visit(m: torch.nn.Module) -> Any:

@@ -1,4 +1,4 @@
-"""Weight files: an adapter as PEFT writes it, a model as transformers writes it; strict keys; ties told by config and storage."""
+"""Weight files: an adapter as PEFT writes it, a model as transformers writes it; strict keys; ties are kept as they are."""
 
 from __future__ import annotations
 
@@ -58,7 +58,8 @@ def with_ties(live: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor
 
 def _load(file: Path) -> dict[str, torch.Tensor]:
     try:
-        return load_file(file)
+        tensors: dict[str, torch.Tensor] = load_file(file)
+        return tensors
     except (SafetensorError, OSError) as error:
         raise CheckpointDamaged(str(file), str(error)) from error
 
@@ -85,7 +86,7 @@ def adapter_config(name: str, folder: Path) -> PeftConfig:
     except (ValueError, TypeError, KeyError) as error:
         raise BadAdapter(name, f"{folder / ADAPTER_CONFIG} is no config that peft understands: {error}") from error
     config.inference_mode = False
-    return config  # type: ignore[no-any-return]
+    return config
 
 
 def read_adapter(folder: Path) -> dict[str, torch.Tensor]:
