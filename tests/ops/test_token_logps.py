@@ -217,3 +217,24 @@ def test_all_logits_are_never_there(monkeypatch):
     layer, hidden, labels = case(False)
     token_logps(hidden, layer, labels, chunk_size=2)
     assert len(sizes) == 5 and max(z.shape[0] for z in sizes) == 2
+
+
+def test_fp16_gradient_survives_a_large_vocabulary_a_certain_label_and_the_loss_scale():
+    """float16 ends at 65504: neither the sum over a flat vocabulary nor the scale of the loss may pass through it."""
+    torch.manual_seed(0)
+    layer = nn.Linear(8, 100_000, bias=False).requires_grad_(False)
+    hidden, labels = torch.randn(3, 8) * 0.01, torch.tensor([5, 7, 99_999])
+    hidden[1] = layer.weight[7] * 400  # nearly certain
+    layer.weight[7] *= 10
+    scale = 2.0**16
+
+    def gradient(dtype):
+        h = hidden.detach().clone().requires_grad_()
+        with torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32):
+            logps, _, _ = token_logps(h, layer, labels)
+        (-logps.sum() * scale).backward()
+        return h.grad / scale
+
+    half, full = gradient(torch.float16), gradient(torch.float32)
+    assert torch.isfinite(half).all()
+    assert ((half - full).norm(dim=1) <= 4e-3 * full.norm(dim=1) + 1e-9).all(), (half - full).norm(dim=1) / full.norm(dim=1)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+import time
+
 import pytest
 import torch
 
@@ -260,8 +263,6 @@ def test_which_adapter_a_call_means():
 
 
 def test_an_adapter_context_is_of_one_model_and_one_thread():
-    import threading
-
     model, _ = tenants()
     other, _ = tenants()
     found = []
@@ -327,28 +328,43 @@ def test_adapters_train_beside_each_other_as_if_alone():
     assert run(["a", "b"]) == run(["a"]) | run(["b"])
 
 
-def test_threads_never_meet_inside_a_verb():
-    import threading
+class Crowded(ToyEngine):
+    """Notes when a second call comes in while one is computing."""
 
+    inside, met = 0, False
+
+    def forward(self, batch, needs, **how):
+        self.inside += 1
+        time.sleep(0.005)
+        self.met |= self.inside > 1
+        self.inside -= 1
+        return super().forward(batch, needs, **how)
+
+
+def test_threads_never_meet_inside_a_verb():
+    """Two threads train two adapters at once; each finds its own adapter active in every forward."""
     model, module = tenants()
+    model.engine = Crowded(module)
     for name in ("a", "b"):
         model.set_optimizer("sgd", lr=0.0, weight_decay=0.0, adapter_name=name)
     wrong = []
 
     def work(name, factor):
-        for _ in range(20):
-            value = model.forward_only(point(1, 0), adapter_name=name)["values"].item()
-            model.forward_backward(point(1, 0), adapter_name=name)
-            model.clip_grad_and_step(adapter_name=name)
-            if value != factor:
-                wrong.append((name, value))
+        with model.adapter(name):
+            for _ in range(5):
+                value = model.forward_only(point(1, 0))["values"].item()
+                model.forward_backward(point(1, 0))
+                model.clip_grad_and_step()
+                if value != factor:
+                    wrong.append((name, value))
 
     threads = [threading.Thread(target=work, args=args) for args in (("a", 5.0), ("b", 1.0))]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert wrong == [] and module.active == ""
+    assert wrong == [] and not model.engine.met and module.active == ""
+    assert [model.sessions[name].cur_step for name in ("a", "b")] == [5, 5]
 
 
 class Echo(ToyEngine):

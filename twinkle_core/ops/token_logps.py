@@ -168,6 +168,7 @@ class _Frozen(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
         found: list[list[Any]] = [[], [], []]
         gradient = torch.empty_like(rows) if through else None
+        factors = []
         for cut in _cuts(rows.shape[0], chunk):
             y = labels[cut]
             z = _logits(rows[cut], weight, bias, temperature)
@@ -176,21 +177,26 @@ class _Frozen(torch.autograd.Function):
                 kept.append(value)
             if gradient is not None:
                 # (onehot - p) W, with p = e / total: the one number at the label is changed before the matmul, where float32
-                # still holds 1 - p exactly, and the division comes after it, on D numbers instead of V
+                # still holds 1 - p exactly, and the division comes after it, on one number instead of V
                 z.scatter_add_(1, y[:, None], -total)
+                if weight.dtype == torch.float16:  # which neither holds a total of a large vocabulary nor a tiny 1 - p
+                    margin = z.gather(1, y[:, None]).neg_().clamp_(min=torch.finfo(z.dtype).tiny)
+                    z.div_(margin)
+                    total = total / margin
                 torch.mm(z.to(weight.dtype), weight, out=gradient[cut])
-                gradient[cut].div_(-total * temperature)
+                factors.append(-1 / (total * temperature))
         exact = torch.float64 if rows.dtype == torch.float64 else torch.float32
         logps, entropy, guess = _joined(found, labels, exact, entropies, predictions)
         if gradient is not None:
-            ctx.save_for_backward(gradient)
+            ctx.save_for_backward(gradient, torch.cat(factors) if factors else gradient.new_zeros(0, 1))
         ctx.mark_non_differentiable(*(t for t in (entropy, guess) if t is not None))
         return logps, entropy, guess
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        (gradient,) = ctx.saved_tensors
-        return (gradient * grads[0][:, None].to(gradient.dtype), *[None] * 8)
+        gradient, factors = ctx.saved_tensors
+        # one factor a row, in float32: a loss scale of 65536 is infinite in float16
+        return ((gradient * (grads[0][:, None] * factors)).to(gradient.dtype), *[None] * 8)
 
 
 class _Recomputed(torch.autograd.Function):
