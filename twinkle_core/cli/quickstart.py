@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from twinkle_core import settings
 from twinkle_core.cli import journal, quickstart_model, sft, sft_plan
 from twinkle_core.cli.quickstart_program import program
 from twinkle_core.config.schema import TrainConfig
@@ -76,6 +77,7 @@ def run(args: argparse.Namespace) -> int:
         0 when the model learnt its name and kept its knowledge (the toy has none), 1 when not, 130 after Ctrl-C.
     """
     began = time.perf_counter()
+    settings.wait_passively()
     choice = quickstart_model.choose(args.model)
     precision = _precision()
     plan = sft_plan.make(TrainConfig.model_validate(_config(args, choice, precision)))

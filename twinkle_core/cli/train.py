@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from twinkle_core import errors
+from twinkle_core import errors, settings
 from twinkle_core.cli import checkpoints
 
 if TYPE_CHECKING:
@@ -57,6 +57,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if args.config is None:
         raise errors.NoConfigGiven()
+    settings.wait_passively()
     config, source = load(args.config, overrides)
     resume = (own["resume"] or checkpoints.AUTO) if "resume" in own else args.resume
 
