@@ -167,12 +167,18 @@ def test_accumulation_and_micro_batches_are_one_batch(config, twinkle, tmp_path)
         ({"loss": "cros_entropy"}, "unknown loss 'cros_entropy'. Did you mean 'cross_entropy'?"),
         ({"optimizer": {"cls": "adamw", "lrr": 1}}, "has no parameter 'lrr'. Did you mean 'lr'?"),
         ({"optimizer": {"cls": "adamw", "params": []}}, "params"),
+        ({"optimizer": {"cls": "adamw", "lr": "1e-4x"}}, "optimizer 'adamw': "),
+        ({"optimizer": {"cls": "adamw", "lr": -1}}, "Invalid learning rate: -1"),
+        ({"scheduler": {"cls": "step_lr"}}, "step_size"),
+        ({"scheduler": {"cls": "cosine_warmup", "num_warmup_steps": -1}}, "is negative"),
+        ({"template": {"cls": "chat", "arguments": {"enable_thinkin": False}}}, "Did you mean 'enable_thinking'?"),
         ({"scheduler": {"cls": "cosine_warmup", "num_warmup": 1}}, "Did you mean 'num_warmup_steps'?"),
         ({"metrics": ["loss", "acuracy"]}, "Did you mean 'accuracy'?"),
         ({"model": {"id": "/nowhere/model"}}, "/nowhere/model"),
         ({"dataset": {"id": "rows.jsonl"}}, "rows.jsonl"),
         ({"dataset": {"id": BUNDLED, "preprocessor": {"cls": "self_cognition", "modelname": "x"}}}, "'model_name'"),
         ({"adapter": {"r": 2, "arguments": {"use_rslra": True}}}, "Did you mean 'use_rslora'?"),
+        ({"dataset": {"id": BUNDLED, "preprocessor": "self_cognition"}}, "model_name"),
         ({"adapter": {"path": "/nowhere/adapter"}}, "there is no folder /nowhere/adapter"),
         ({"model": {"id": "quickstart", "cls": "megatron"}}, "pip install twinkle-megatron"),
     ],
@@ -194,6 +200,14 @@ def test_all_faults_of_all_kinds_that_the_schema_lets_pass_are_told_at_once(conf
     assert status == 1
     assert "has 3 faults" in text
     assert "--optimizer: unknown optimizer 'noo'" in text
+
+
+def test_a_warm_up_longer_than_the_run_is_told_before_the_model_is_loaded(config, twinkle, monkeypatch):
+    path = config(scheduler={"cls": "cosine_warmup", "num_warmup_steps": 5})
+    assert twinkle("train", path, "--training.max_steps", 6)[0] == 0
+    monkeypatch.setattr("twinkle_core.cli.sft._model", lambda *_: pytest.fail("the model was loaded"))
+    status, text = twinkle("train", path, "--training.max_steps", 4, "--resume")
+    assert status == 1 and "num_training_steps=4 is less than num_warmup_steps=5" in text
 
 
 def test_wrong_files_and_folders(config, twinkle, tmp_path):

@@ -43,14 +43,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "quickstart",
         help="watch a small language model learn, here and now",
         description="Ask a small model who it is, train a LoRA on the spot, and ask again. No network is used.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    unset = "what suits the model"
-    parser.add_argument("--model", help="ms://owner/name, hf://owner/name, a folder, or 'toy'; else SmolLM2-135M-Instruct")
-    parser.add_argument("--name", type=_text, default="Twinkle", help="what the model is to call itself")
-    parser.add_argument("--author", type=_text, default="the Twinkle team", help="who it is to say made it")
-    parser.add_argument("--output", type=Path, default=Path("quickstart-output"), help="folder of adapter, metrics and plot")
-    parser.add_argument("--seed", type=int, default=42, help="the same seed gives the same weights")
+    unset = "default: what suits the model"
+    parser.add_argument("--model", help="ms://…, hf://…, a folder, or 'toy'; default: SmolLM2-135M-Instruct")
+    parser.add_argument("--name", type=_text, default="Twinkle", help="what the model is to call itself (%(default)s)")
+    parser.add_argument("--author", type=_text, default="the Twinkle team", help="who it is to say made it (%(default)s)")
+    parser.add_argument("--output", type=Path, default=Path("quickstart-output"), help="folder to write to (%(default)s)")
+    parser.add_argument("--seed", type=int, default=42, help="the same seed gives the same weights (%(default)s)")
     parser.add_argument("--steps", type=_count, help=f"updates of the weights; {unset}")
     parser.add_argument("--batch-size", type=_count, help=f"rows of a step; {unset}")
     parser.add_argument("--lr", type=float, help=f"learning rate; {unset}")

@@ -5,9 +5,8 @@
 
 from __future__ import annotations
 
-import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -157,6 +156,7 @@ def prepare(plan: sft_plan.Plan, say: Callable[[str], None] = print) -> Run:
     eval_loader = _loader(config, config.eval_dataset, template, training=False) if config.eval_dataset else None
     per_epoch = math.ceil(len(loader) / config.training.gradient_accumulation_steps)
     total = config.training.max_steps or config.training.epochs * per_epoch
+    sft_plan.check_scheduler(plan, total)
     say(f"{len(loader.dataset)} rows, {per_epoch} steps an epoch, {total} steps in all")
     model = _model(plan, model_id, template, total)
     current = Run(plan, model, loader, eval_loader, total)
@@ -173,14 +173,7 @@ def _template(config: TrainConfig, model_id: str) -> Template:
     from twinkle_core.contracts.template import Template
 
     section = config.template
-    given = {
-        "model_id": model_id,
-        "max_length": section.max_length,
-        "truncation_strategy": section.truncation_strategy,
-        "default_system": section.default_system,
-        "train_on": section.train_on,
-        **section.arguments,
-    }
+    given = {"model_id": model_id, **sft_plan.own_arguments(section), **section.arguments}
     template: Template = registry.build("template", section.cls, given, contract=Template)
     return template
 
@@ -224,13 +217,7 @@ def _model(plan: sft_plan.Plan, model_id: str, template: Template, total: int) -
     from twinkle_core.contracts.model import TwinkleModel
 
     config, section = plan.config, plan.config.model
-    given = {
-        "model_id": model_id,
-        "mixed_precision": section.mixed_precision,
-        "gradient_checkpointing": section.gradient_checkpointing,
-        "trust_remote_code": section.trust_remote_code,
-        **section.arguments,
-    }
+    given = {"model_id": model_id, **sft_plan.own_arguments(section), **section.arguments}
     model: TwinkleModel = registry.build("model", section.cls, given, contract=TwinkleModel)
     if config.adapter is not None:
         size = config.training.gradient_accumulation_steps
@@ -241,7 +228,7 @@ def _model(plan: sft_plan.Plan, model_id: str, template: Template, total: int) -
     model.set_loss(config.loss.cls, **config.loss.arguments)
     model.set_optimizer(config.optimizer.cls, **config.optimizer.arguments)
     if config.scheduler is not None:
-        given = _with_lengths(plan.classes["scheduler"], config.scheduler.arguments, total)
+        given = sft_plan.with_lengths(plan.classes["scheduler"], config.scheduler.arguments, total)
         model.set_lr_scheduler(config.scheduler.cls, **given)
     for metric in config.metrics:
         model.add_metric(metric.cls, **metric.arguments)
@@ -257,10 +244,3 @@ def _adapter_config(config: TrainConfig) -> Any:
 
     given = config.adapter.model_dump(include={"r", "lora_alpha", "lora_dropout", "target_modules"})
     return LoraConfig(**given, task_type="CAUSAL_LM", **config.adapter.arguments)
-
-
-def _with_lengths(scheduler: Any, given: Mapping[str, Any], total: int) -> dict[str, Any]:
-    """The run's length, for schedulers that ask for it by these names."""
-    takes = inspect.signature(scheduler).parameters if callable(scheduler) else {}
-    lengths = {"num_training_steps": total, "num_warmup_steps": round(total * 0.05)}
-    return {**{name: value for name, value in lengths.items() if name in takes}, **given}
