@@ -22,7 +22,7 @@ class DeviceMesh:
     """Sizes in, coordinates out. Make one with :meth:`from_sizes`.
 
     ``ulysses`` is no dimension of its own: that many neighbouring data ranks share their rows and split the sequence. ``ep``
-    and ``etp`` (experts) are laid over the ranks of one pipeline stage. ``vpp`` cuts a stage's layers into chunks, without ranks.
+    and ``etp`` (experts) are laid over the ranks of one pipeline stage. ``vpp`` cuts a stage's layers into chunks; no ranks.
     """
 
     sizes: dict[str, int]

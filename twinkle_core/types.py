@@ -29,7 +29,7 @@ IGNORE_INDEX = -100
 
 
 class ToolCall(TypedDict, total=False):
-    """One call of a tool, as OpenAI's chat format writes it: ``{"id", "type": "function", "function": {"name", "arguments"}}``."""
+    """One call of a tool, in OpenAI's form: ``{"id", "type": "function", "function": {"name", "arguments"}}``."""
 
     id: str
     type: str

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM, PretrainedConfi
 from transformers.modeling_outputs import CausalLMOutput
 
 from twinkle_core.data.dataloader import DataLoader
-from twinkle_core.errors import BadAdapter, CheckpointMismatch
+from twinkle_core.errors import BadAdapter, CheckpointMismatch, NonFiniteGradients
 from twinkle_transformers.model import TransformersModel
 from twinkle_transformers.testing import ToyL, ToyLConfig, tiny_config
 
@@ -366,6 +366,30 @@ def test_B01_short_micro_batches_do_not_weigh_more():
     m.clip_grad_norm(float("inf"))
     assert m.module.w.grad.tolist() == pytest.approx([0.25, -0.25])
     assert [x.item() for x in losses] == pytest.approx([math.log(2)] * 2)
+
+
+@pytest.mark.parametrize("adapter", ["", "a"])
+def test_nan_gradients_never_reach_the_weights(adapter):
+    m = TransformersModel(config=tiny_config(), mixed_precision="no")
+    if adapter:
+        m.add_adapter_to_model(adapter, LoraConfig(target_modules="all-linear"))
+    m.set_optimizer("adamw", lr=1e-2)
+    rows = [{"input_ids": [5, 6, 7], "labels": [6, 7, 8]}]
+    m.forward_backward(rows)
+    m.clip_grad_and_step()
+    optimizer = m.sessions[adapter].optimizer
+    before = {k: v.clone() for k, v in m.get_state_dict().items()}
+    moments = [v.clone() for state in optimizer.state.values() for v in state.values()]
+    m.set_loss(lambda inputs, outputs: outputs.logits.sum() * float("nan"))
+    m.forward_backward(rows)
+    with pytest.raises(NonFiniteGradients):
+        m.clip_grad_and_step()
+    assert all(torch.equal(v, before[k]) for k, v in m.get_state_dict().items())
+    now = [v for state in optimizer.state.values() for v in state.values()]
+    assert all(torch.equal(v, w) for v, w in zip(now, moments, strict=True))
+    m.set_loss("cross_entropy")
+    assert m.forward_backward(rows).item() > 0
+    assert m.clip_grad_and_step() > 0
 
 
 # ---------------------------------------------------------------------------------------------------- tied weights

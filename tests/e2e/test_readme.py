@@ -20,8 +20,10 @@ def blocks(language: str) -> list[str]:
 def test_the_loop_runs_as_written(tiny, tmp_path, monkeypatch):
     (loop,) = [b for b in blocks("python") if "forward_backward" in b]
     assert len([line for line in loop.splitlines() if line.strip()]) <= 22
-    chat = [{"messages": [{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": "yes" * (i + 1)}]} for i in range(20)]
-    (tmp_path / "conversations.jsonl").write_text("\n".join(map(json.dumps, chat)), "utf-8")
+    with (tmp_path / "conversations.jsonl").open("w", encoding="utf-8") as file:
+        for i in range(20):
+            turns = [{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": "yes" * (i + 1)}]
+            file.write(json.dumps({"messages": turns}) + "\n")
     monkeypatch.chdir(tmp_path)
     namespace: dict[str, object] = {}
     exec(compile(loop.replace("'ms://Qwen/Qwen3.5-4B'", repr(str(tiny))), "README.md", "exec"), namespace)
@@ -38,8 +40,8 @@ def test_the_loss_of_the_readme_installs_and_answers_by_name(tmp_path):
     (tmp_path / "pyproject.toml").write_text(project, "utf-8")
     (tmp_path / "acme_losses.py").write_text(module, "utf-8")
     site = tmp_path / "site"
-    pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation", "--target", str(site), str(tmp_path)]
-    subprocess.run(pip, check=True, timeout=120)
+    pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation"]
+    subprocess.run([*pip, "--target", str(site), str(tmp_path)], check=True, timeout=120)
     program = (
         "import torch; from twinkle_core import registry, ModelOutput\n"
         "from twinkle.loss import FocalLoss\n"
@@ -49,9 +51,8 @@ def test_the_loss_of_the_readme_installs_and_answers_by_name(tmp_path):
         "out = loss({'labels': labels}, ModelOutput(logps=logps))\n"
         "print(float(out.sum), int(out.weight))"
     )
-    run = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": str(site)}
-    )
+    there = {**os.environ, "PYTHONPATH": str(site)}
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, env=there)
     assert run.stdout.split() == ["2.0", "2"], run.stderr
 
 

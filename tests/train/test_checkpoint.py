@@ -427,6 +427,32 @@ def test_a_disk_that_fills_up_leaves_the_old_checkpoint_whole(tmp_path, monkeypa
     assert [p.name for p in tmp_path.iterdir()] == ["c"]
 
 
+KILLED = """
+import os, sys
+from pathlib import Path
+from twinkle_core.testing.engines import session_model
+from twinkle_core.testing.toys import TinyLM
+model = session_model(TinyLM())
+model.save("c", sys.argv[1], consumed_train_samples=5)
+rename = Path.rename
+Path.rename = lambda p, to: os._exit(9) if ".tmp-" in p.name else rename(p, to)
+model.save("c", sys.argv[1], consumed_train_samples=9)
+"""
+
+
+@pytest.mark.parametrize("next_call", ["load", "save"])
+def test_a_process_killed_between_the_two_renames_loses_nothing(tmp_path, next_call):
+    """The only moment at which no folder has the checkpoint's name: whoever asks for it next finds the old one."""
+    died = subprocess.run([sys.executable, "-c", KILLED, tmp_path], timeout=120)
+    assert died.returncode == 9 and not (tmp_path / "c").exists()
+    if next_call == "load":
+        assert fresh().load("c", tmp_path)["consumed_train_samples"] == 5
+    else:
+        fresh().save("c", tmp_path, consumed_train_samples=7)
+        assert fresh().load("c", tmp_path)["consumed_train_samples"] == 7
+    assert not (tmp_path / ".c.old").exists()
+
+
 REFUSED = """
 import resource, signal, sys
 from twinkle_core.errors import CheckpointNotWritten

@@ -136,7 +136,7 @@ class Engine(ABC):
         """State beyond weights and optimizers (the gradient scaler): numbers, strings, lists, tensors."""
         return {}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027  (optional)
         """Put back ``state_dict()``."""
 
     def describe(self) -> dict[str, Any]:

@@ -24,8 +24,8 @@ Inputs = Sequence[InputFeature] | InputFeature | Sequence[Trajectory] | Trajecto
 class TwinkleModel(ABC):
     """A model together with the state of its training.
 
-    Every verb takes ``adapter_name``. When it is not given: the enclosing ``adapter()`` context, else the only adapter, else the
-    base model (``''``). More than one adapter and none named is an error that lists them.
+    Every verb takes ``adapter_name``. When it is not given: the enclosing ``adapter()`` context, else the only adapter, else
+    the base model (``''``). More than one adapter and none named is an error that lists them.
     """
 
     @remote_function(dispatch="slice_dp", collect="rows")
@@ -228,7 +228,9 @@ class TwinkleModel(ABC):
 
     @remote_function(dispatch="slice_dp", collect="flatten")
     @abstractmethod
-    def generate(self, inputs: Inputs, *, adapter_name: str | None = None, disable_lora: bool = False, **kwargs: Any) -> list[str]:
+    def generate(
+        self, inputs: Inputs, *, adapter_name: str | None = None, disable_lora: bool = False, **kwargs: Any
+    ) -> list[str]:
         """Completions, one text for each row."""
 
 

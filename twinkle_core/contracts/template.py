@@ -13,7 +13,9 @@ class Template(ABC):
     """Conversations to rows and back. Pure text and ids: no torch at import, no network after construction."""
 
     @abstractmethod
-    def encode(self, trajectory: Trajectory, *, add_generation_prompt: bool = False) -> InputFeature | list[InputFeature] | None:
+    def encode(
+        self, trajectory: Trajectory, *, add_generation_prompt: bool = False
+    ) -> InputFeature | list[InputFeature] | None:
         """One conversation to one row (``input_ids``, aligned ``labels``, ``length``).
 
         Returns:

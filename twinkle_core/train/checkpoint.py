@@ -30,7 +30,7 @@ from twinkle_core import registry
 from twinkle_core.contracts.adapters import BASE, AdapterStore
 from twinkle_core.errors import CheckpointDamaged, CheckpointMismatch, CheckpointNotFound, WindowNotStepped
 from twinkle_core.train import optim, rng
-from twinkle_core.train.folder import STATE_FILE, sha256
+from twinkle_core.train.folder import STATE_FILE, recover, sha256
 from twinkle_core.train.plain import from_plain, to_plain
 from twinkle_core.train.session import Session
 from twinkle_core.train.single import distinct
@@ -177,6 +177,7 @@ def read_state(folder: Path) -> TrainerState | None:
     Raises:
         CheckpointNotFound, CheckpointDamaged, CheckpointMismatch: the text names the file.
     """
+    recover(folder)
     if not folder.is_dir():
         raise CheckpointNotFound(str(folder))
     path = folder / STATE_FILE

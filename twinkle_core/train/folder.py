@@ -52,12 +52,27 @@ def _sync(path: Path) -> None:
         os.close(handle)
 
 
+def _aside(path: Path) -> Path:
+    """Where an old folder waits while its successor takes its place."""
+    return path.with_name(f".{path.name}.old")
+
+
+def recover(path: Path) -> None:
+    """Finish what a process that was killed in the middle of ``_swap`` left: the old folder comes back, or is removed."""
+    old = _aside(path)
+    if old.is_dir():
+        if path.exists():
+            shutil.rmtree(old, ignore_errors=True)
+        else:
+            old.rename(path)
+
+
 def _swap(temporary: Path, path: Path) -> None:
-    """Put a complete folder in the place of an old one, which stays whole until then."""
+    """Put a complete folder in the place of an old one. Between the two renames ``recover`` knows what to do."""
     if not path.exists():
         temporary.rename(path)
         return
-    old = path.with_name(f".{path.name}.old-{secrets.token_hex(4)}")
+    old = _aside(path)
     path.rename(old)
     try:
         temporary.rename(path)
@@ -76,6 +91,7 @@ def replacing(path: Path) -> Iterator[Path]:
     Raises:
         CheckpointInTheWay: something stands there that is not a checkpoint. CheckpointNotWritten: the disk refused.
     """
+    recover(path)
     if path.exists() and not (path / STATE_FILE).is_file() and (not path.is_dir() or any(path.iterdir())):
         raise CheckpointInTheWay(str(path))
     temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}-{secrets.token_hex(4)}")

@@ -8,6 +8,8 @@ import warnings
 import peft
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from peft import LoraConfig, PeftModel
 from safetensors.torch import load_file, save_file
 
@@ -39,6 +41,8 @@ METHODS = {
     "fourier": peft.FourierFTConfig(target_modules=QV, n_frequency=10),
     "hra": peft.HRAConfig(target_modules=QV),
     "norms": peft.LNTuningConfig(target_modules=["input_layernorm"]),
+    "gaussian": LoraConfig(target_modules=QV, init_lora_weights="gaussian"),
+    "orthogonal": LoraConfig(target_modules=QV, init_lora_weights="orthogonal"),
     "shira": peft.ShiraConfig(target_modules=QV, r=2),
 }
 
@@ -153,6 +157,56 @@ def test_B08_turning_off_and_on_puts_back_what_was_found():
             raise ZeroDivisionError
         assert store.module(input_ids=x).logits.item() == 5.0
     assert flags(store.module) == before
+
+
+@pytest.fixture(scope="module")
+def crowd():
+    """A model with adapters of several kinds, each changed, and what each answers."""
+    from transformers import LlamaForCausalLM
+
+    from twinkle_transformers.testing import tiny_config
+
+    torch.manual_seed(0)
+    ids = torch.randint(3, 200, (1, 5))
+    store = PeftAdapters(LlamaForCausalLM(tiny_config(tie_word_embeddings=False)).eval())
+    store.module.model.norm.weight.requires_grad_(False)
+    configs = {"a": METHODS["lora"], "lora": METHODS["all-linear"], "head": METHODS["modules to save"]}
+    for name, config in {**configs, "ref": LoraConfig(target_modules=QV, inference_mode=True)}.items():
+        store.acquire(name, config)
+        if name != "ref":
+            train_once(store, name, ids)
+    answers = {}
+    for name in (BASE, *store.names()):
+        with store.activate(name):
+            answers[name] = logits(store.module, ids)
+    return store, ids, answers
+
+
+@settings(max_examples=40, deadline=None)
+@given(nest=st.lists(st.sampled_from([BASE, "a", "lora", "head", "ref"]), max_size=6), fails=st.integers(0, 6))
+def test_B08_any_nest_of_activations_is_undone(crowd, nest, fails):
+    """Inside, the innermost answers; at each exit, also by an exception, everything is what it was at the entry."""
+    store, ids, answers = crowd
+
+    def state():
+        return [(n, p.requires_grad) for n, p in store.module.named_parameters()], [m.training for m in store.module.modules()]
+
+    def go(names):
+        if not names:
+            return
+        found, outside = state(), logits(store.module, ids)
+        try:
+            with store.activate(names[0]):
+                go(names[1:])
+                assert torch.equal(logits(store.module, ids), answers[names[0]])
+                if len(names) == fails:
+                    raise ZeroDivisionError
+        except ZeroDivisionError:
+            pass
+        assert state() == found
+        assert torch.equal(logits(store.module, ids), outside)
+
+    go(nest)
 
 
 def test_B08_a_frozen_adapter_stays_frozen_beside_a_trainable_one():

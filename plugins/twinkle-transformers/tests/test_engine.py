@@ -120,6 +120,17 @@ def test_labels_and_caches_stay_outside(tiny):
     assert all(kwargs.get("attention_mask") is None for kwargs in seen[-1:])
 
 
+def test_positions_of_ones_own_are_kept(tiny):
+    """A mask that hides nothing is left out, but not together with positions that don't count from 0."""
+    m = model(tiny)
+    ids = torch.tensor([[5, 6, 7, 8]])
+    places = torch.tensor([[0, 2, 4, 6]])
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "position_ids": places}
+    expected = m.module.eval()(**batch).logits
+    assert torch.equal(m.forward_only(batch).logits, expected)
+    assert not torch.allclose(expected, m.module(input_ids=ids).logits, atol=1e-3)
+
+
 def test_models_that_cap_their_logits_go_by_their_logits():
     from transformers import Gemma2Config, Gemma2ForCausalLM
 
@@ -232,7 +243,7 @@ def test_encoder_without_output_layer_forwards(ids):
     )
     m = TransformersModel(BertForSequenceClassification, config=config, mixed_precision="no")
     batch = [{"input_ids": row.tolist()} for row in ids]
-    expected = m.module(input_ids=ids).logits
+    expected = m.module.eval()(input_ids=ids).logits
     torch.testing.assert_close(m.forward_only(batch, task="seq_cls").logits, expected)
     with pytest.raises(NotComputed, match="values"):
         m.set_loss("mse")
@@ -268,6 +279,38 @@ def test_B27_left_padding_does_not_shift_positions():
         assert (places[:3] if side == "right" else places[2:]).tolist() == [0, 1, 2]
         assert float(m.forward_backward(batch)) == pytest.approx(expected, abs=1e-5)
         m.zero_grad(drop=True)
+
+
+def test_experts_train_save_and_load_in_both_layouts(tmp_path, ids):
+    """transformers computes with experts fused and stores them one by one; what is saved is what it stores."""
+    from peft import PeftModel
+    from safetensors.torch import load_file
+    from transformers import Qwen3MoeConfig
+
+    config = Qwen3MoeConfig(
+        vocab_size=264, hidden_size=32, intermediate_size=64, moe_intermediate_size=16, num_hidden_layers=2, head_dim=8,
+        num_attention_heads=4, num_key_value_heads=2, num_experts=4, num_experts_per_tok=2,
+    )  # fmt: skip
+    m = TransformersModel(config=config, mixed_precision="no")
+    m.set_optimizer("adamw", lr=1e-2)
+    m.forward_backward(rows(7, 4))
+    m.clip_grad_and_step()
+    (batch,) = m.engine.prepare(m._resolved(m.sessions[""]), rows(7))
+    assert m.engine.forward(batch, frozenset({"aux_loss"}), train=True).aux_loss.requires_grad
+    m.add_adapter_to_model("a", LoraConfig(**LORA))
+    m.set_optimizer("adamw", lr=1e-2, adapter_name="a")
+    m.forward_backward(rows(7, 4))
+    m.clip_grad_and_step()
+    folder, adapter = m.save("base", tmp_path, adapter_name=""), m.save("a", tmp_path)
+    assert "model.layers.0.mlp.experts.3.up_proj.weight" in load_file(f"{folder}/model.safetensors")
+    again = TransformersModel(config=config, mixed_precision="no")
+    again.load("base", tmp_path)
+    whole = m.get_state_dict(adapter_name="")
+    assert all(torch.equal(v, whole[k]) for k, v in again.get_state_dict().items())
+    plain = AutoModelForCausalLM.from_pretrained(folder).eval()
+    batch = [{"input_ids": row.tolist()} for row in ids]
+    assert torch.equal(plain(input_ids=ids).logits, m.forward_only(batch, disable_lora=True).logits)
+    torch.testing.assert_close(PeftModel.from_pretrained(plain, adapter)(input_ids=ids).logits, m.forward_only(batch).logits)
 
 
 def test_saved_full_model_is_plain_transformers(tiny, ids, tmp_path):

@@ -17,7 +17,7 @@ from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
 from twinkle_core.contracts.adapters import BASE, AdapterStore
 from twinkle_core.errors import BadAdapter, DuplicateAdapter, UnknownAdapter
 from twinkle_core.names import closest
-from twinkle_transformers import weights
+from twinkle_transformers import checkpoint
 from twinkle_transformers.precision import Precision
 from twinkle_transformers.rules import check_config, check_name
 from twinkle_transformers.tree import peft_layers, plain_parameters, plain_state, skeleton, unwrap
@@ -88,13 +88,13 @@ class PeftAdapters(AdapterStore):
             raise DuplicateAdapter(name)
         state: dict[str, torch.Tensor] | None = None
         if isinstance(config, (str, Path)):
-            folder = weights.adapter_folder(config)
-            config, state = weights.adapter_config(name, folder), weights.read_adapter(folder)
+            folder = checkpoint.adapter_folder(config)
+            config, state = checkpoint.adapter_config(name, folder), checkpoint.read_adapter(folder)
         config = check_config(name, config, self.module, [self.config(n) for n in self.names()])
         inner = f"twinkle{self._count}"
         expected = self._rehearse(name, inner, config)
         if state is not None:
-            weights.check_keys(expected, state, f"adapter '{name}'")
+            checkpoint.check_keys(expected, state, f"adapter '{name}'")
         self._count += 1
         if not self._inner:
             self._base_flags = {p: p.requires_grad for p in self.module.parameters()}
@@ -155,7 +155,8 @@ class PeftAdapters(AdapterStore):
 
     def _kept_wide(self) -> set[torch.nn.Parameter]:
         """What the model's authors say must stay in fp32 (routers, gates of recurrent layers), whatever the others are in."""
-        names = {n for a in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict") for n in getattr(self.module, a, None) or ()}
+        lists = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
+        names = {name for each in lists for name in getattr(self.module, each, None) or ()}
         return {p for key, p in plain_parameters(self.module).items() if any(f".{n}." in f".{key}." for n in names)}
 
     def _rest(self) -> None:
@@ -257,8 +258,8 @@ class PeftAdapters(AdapterStore):
     def load_state_dict(self, name: str, state: Mapping[str, torch.Tensor]) -> None:
         live = self.state_dict(name)
         if name == BASE:
-            state = weights.with_ties(live, state)
-        weights.check_keys(live, state, f"adapter '{name}'" if name else "the model")
+            state = checkpoint.with_ties(live, state)
+        checkpoint.check_keys(live, state, f"adapter '{name}'" if name else "the model")
         if name == BASE:
             with torch.no_grad():
                 for key, tensor in state.items():
@@ -268,16 +269,16 @@ class PeftAdapters(AdapterStore):
 
     def write(self, name: str, folder: Path) -> None:
         if self._known(name) == BASE:
-            weights.write_model(self.module, self.state_dict(BASE), folder)
+            checkpoint.write_model(self.module, self.state_dict(BASE), folder)
             if (tokenizer := self._tokenizer()) is not None:
                 tokenizer.save_pretrained(str(folder))
         else:
-            weights.write_adapter(self.module, self._saved_config(name), self.state_dict(name), folder)
+            checkpoint.write_adapter(self.module, self._saved_config(name), self.state_dict(name), folder)
 
     def read(self, name: str, folder: Path) -> dict[str, torch.Tensor]:
         if self._known(name) == BASE:
-            return weights.read_model(self.module, folder)
-        return weights.read_adapter(folder)
+            return checkpoint.read_model(self.module, folder)
+        return checkpoint.read_adapter(folder)
 
     def _targets(self, name: str) -> list[str]:
         """Full names of the modules that carry the adapter."""
@@ -307,7 +308,8 @@ class PeftAdapters(AdapterStore):
         for field, label in (("r", "rank"), ("lora_alpha", "alpha"), ("lora_dropout", "dropout"), ("modules_to_save", "saves")):
             if getattr(config, field, None):
                 facts[label] = getattr(config, field)
-        facts["targets"] = ", ".join(sorted({t.rpartition(".")[2] for t in self._targets(name)}))
+        ends = {t.removesuffix(".base_layer").rpartition(".")[2] for t in self._targets(name)}
+        facts["targets"] = ", ".join(sorted(ends))
         if config.inference_mode:
             facts["frozen"] = True
         return facts

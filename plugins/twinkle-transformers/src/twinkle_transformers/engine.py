@@ -25,15 +25,27 @@ TOKEN_NEEDS = frozenset({"logps", "entropies", "predictions"})
 
 @contextlib.contextmanager
 def training(module: torch.nn.Module) -> Iterator[None]:
-    """Training mode inside; on leaving, the flag of each submodule is what it was."""
+    """Training mode inside; on leaving, the flag of each submodule is what it was.
+
+    A model that is in training mode already is left as it is: what its owner put into evaluation there stays so.
+    """
+    if module.training:
+        yield
+        return
     found = [(m, m.training) for m in module.modules()]
-    if not all(flag for _, flag in found):
-        module.train()  # the model's own idea of it: some keep parts of themselves in evaluation
+    module.train()  # the model's own idea of it: some keep parts of themselves in evaluation
     try:
         yield
     finally:
         for m, flag in found:
             m.training = flag
+
+
+def _is_plain(mask: Any, positions: Any) -> bool:
+    """Whether a mask hides nothing and positions count from 0. Asked on the CPU alone: elsewhere one waits for the answer."""
+    if mask is None or mask.dim() != 2 or mask.device.type != "cpu" or not bool(mask.all()):
+        return False
+    return positions is None or torch.equal(positions, torch.arange(mask.shape[1]).expand_as(positions))
 
 
 def _wanted(needs: frozenset[str]) -> dict[str, bool]:
@@ -113,8 +125,7 @@ class TransformersEngine(LoopEngine):
         the plain causal kernels. A packed batch has no mask and keeps its positions: they mark where rows begin.
         """
         inputs = {k: v for k, v in batch.items() if k in self._takes and v is not None}
-        mask = inputs.get("attention_mask")
-        if mask is not None and mask.device.type == "cpu" and bool(mask.all()):  # elsewhere asking would wait for the device
+        if _is_plain(inputs.get("attention_mask"), inputs.get("position_ids")):
             del inputs["attention_mask"]
             inputs.pop("position_ids", None)
         if self._caches:

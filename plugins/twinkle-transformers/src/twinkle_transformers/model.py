@@ -97,6 +97,7 @@ class TransformersModel(SessionModel):
             options=kwargs,
         )
         load.set_checkpointing(module, gradient_checkpointing)
+        module.train()  # at rest; only ``forward_only`` and ``generate`` leave it, and come back
         load.warn_slow_precision(precision, device)
         facts = {
             "model_id": str(model_id) if model_id is not None else "none (random weights)",
@@ -119,7 +120,7 @@ class TransformersModel(SessionModel):
 
     @property
     def module(self) -> Any:
-        """The transformers model itself, peft's layers inside."""
+        """The transformers model itself, peft's layers inside; in training mode at rest (call ``eval()`` to use it by hand)."""
         return self.adapters.module
 
 

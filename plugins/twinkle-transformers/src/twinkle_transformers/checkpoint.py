@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 from collections.abc import Mapping
@@ -70,10 +71,10 @@ def _load(file: Path) -> dict[str, torch.Tensor]:
 def adapter_folder(path: str | Path) -> Path:
     """The folder of a saved adapter: a local one, or ``ms://`` and ``hf://``."""
     from twinkle_core import hub
-    from twinkle_core.train import checkpoint
+    from twinkle_core.train.checkpoint import read_state
 
     folder = Path(hub.resolve(str(path)))
-    checkpoint.read_state(folder)  # a checkpoint of ours knows the hashes of its files
+    read_state(folder)  # a checkpoint of ours knows the hashes of its files
     if not (folder / ADAPTER_CONFIG).is_file():
         raise CheckpointNotFound(str(folder), f"no adapter is saved there ({ADAPTER_CONFIG} is missing)")
     return folder
@@ -166,6 +167,8 @@ def read_model(module: Any, folder: Path) -> dict[str, torch.Tensor]:
 
 def _translated(module: Any, folder: Path, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """transformers stores some architectures (fused experts) in another layout than it computes in; only it can translate."""
+    if importlib.util.find_spec("transformers.conversion_mapping") is None:  # before version 5 the two layouts are one
+        return state
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     if not get_model_conversion_mapping(module, add_legacy=False):
