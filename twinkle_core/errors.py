@@ -930,7 +930,9 @@ class NoConfigGiven(TwinkleError, ValueError):
     """``twinkle train`` alone."""
 
     def __init__(self) -> None:
-        super().__init__("which file? twinkle train CONFIG.yaml [--key value]\n    twinkle train --schema prints what it may hold")
+        super().__init__(
+            "which file? twinkle train CONFIG.yaml [--key value]\n    twinkle train --schema prints what it may hold"
+        )
 
 
 class BadConfig(TwinkleError, ValueError):
