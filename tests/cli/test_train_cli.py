@@ -72,7 +72,9 @@ def _start(path: Path, tmp_path: Path, *words: str) -> subprocess.Popen[str]:
     (tmp_path / "slow_loss.py").write_text(SLOW_LOSS)
     environment = {**os.environ, "PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "twinkle", "train", str(path), *words]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
 
 
 def _wait_for_lines(file: Path, count: int, process: subprocess.Popen[str]) -> None:
@@ -86,13 +88,15 @@ def _wait_for_lines(file: Path, count: int, process: subprocess.Popen[str]) -> N
 
 
 def test_ctrl_c_leaves_a_checkpoint_from_which_the_run_ends_as_an_unbroken_one(config, twinkle, tmp_path, lines, monkeypatch):
-    path = config(loss="slow_loss:SlowLoss", training={"max_steps": 24})
+    """As a terminal does it: the signal goes to the whole group, the data loader's process included."""
+    dataloader = {"batch_size": 2, "num_workers": 1}
+    path = config(loss="slow_loss:SlowLoss", training={"max_steps": 24}, dataloader=dataloader)
     process = _start(path, tmp_path)
     _wait_for_lines(tmp_path / "out/metrics.jsonl", 4, process)
-    process.send_signal(signal.SIGINT)
+    os.killpg(process.pid, signal.SIGINT)
     text = process.communicate(timeout=60)[0]
     assert process.returncode == 130, text
-    assert "Stopping after this step" in text and "go on with --resume" in text
+    assert text.count("Stopping after this step") == 1 and "go on with --resume" in text
     (stopped,) = (tmp_path / "out").glob("checkpoint-*")
     step = int(stopped.name.removeprefix("checkpoint-"))
     assert 4 <= step < 24

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from types import FrameType, TracebackType
@@ -26,6 +27,7 @@ class Interrupts:
         self.received: signal.Signals | None = None
         self._notice = notice
         self._found: dict[signal.Signals, Any] = {}
+        self._process = os.getpid()
 
     def __enter__(self) -> Interrupts:
         if threading.current_thread() is threading.main_thread():
@@ -40,6 +42,8 @@ class Interrupts:
         self._found.clear()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._process:
+            return  # a terminal sends Ctrl-C to the data loader's processes too; they end with this one
         if self.received is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
         if self.received is None:

@@ -98,7 +98,7 @@ def loop(current: Run, each_step: Callable[[], None] = lambda: None, *, bar: boo
             each_step()
             if last or interrupts.received is not None:
                 break
-        return interrupts.exit_status
+        return interrupts.exit_status if current.step < current.total else 0  # a signal at the very end stopped nothing
 
 
 def _steps(current: Run, log: journal.Journal) -> Iterator[float | None]:
