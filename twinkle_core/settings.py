@@ -93,6 +93,15 @@ def rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
+def wait_passively() -> None:
+    """Let CPU threads sleep while they wait for one another (OMP_WAIT_POLICY=PASSIVE), unless the user chose otherwise.
+
+    Call it before torch is imported. Threads that spin instead cost nothing on an idle machine, but where another program wants
+    the cores too they take its time slices and wait for their own: a step of 2 s was seen to take 25 s.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
 def offline() -> bool:
     """HF_HUB_OFFLINE, which Hugging Face's own libraries obey; ms:// obeys it here too."""
     return os.environ.get("HF_HUB_OFFLINE", "").strip().lower() in ("1", "true", "yes", "on")

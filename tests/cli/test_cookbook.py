@@ -1,0 +1,34 @@
+"""The cookbook's files run, and say the same thing three times: in a few lines, verb by verb, and in YAML."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+COOKBOOK = Path(__file__).parents[2] / "cookbook"
+
+
+def _run(script: str, *words: object) -> str:
+    command = [sys.executable, str(COOKBOOK / script), *map(str, words)]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def _weights(folder: Path) -> bytes:
+    return (folder / "adapter_model.safetensors").read_bytes()
+
+
+def test_three_heights_give_the_same_weights_and_resuming_too(tiny, tmp_path, twinkle):
+    basic = _run("sft_lora_basic.py", "--model", tiny, "--output", tmp_path / "basic")
+    loop = _run("sft_lora_loop.py", "--model", tiny, "--output", tmp_path / "loop")
+    status, text = twinkle("train", COOKBOOK / "sft.yaml", "--model.id", tiny, "--output_dir", tmp_path / "yaml")
+    assert status == 0, text
+    resumed = _run("sft_lora_loop.py", "--model", tiny, "--output", tmp_path / "r", "--resume", tmp_path / "loop/step-20")
+    assert len([line for line in basic.splitlines() if line[0].isdigit()]) == 24
+    assert "step 24/24" in loop and "eval" in loop and "step 21/24" in resumed and "step 20/24" not in resumed
+    same = {_weights(tmp_path / name) for name in ("basic/last", "loop/last", "yaml/checkpoint-24", "r/last")}
+    assert len(same) == 1
+    assert sorted(path.name for path in (tmp_path / "yaml").glob("checkpoint-*")) == ["checkpoint-20", "checkpoint-24"]

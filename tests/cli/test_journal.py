@@ -1,0 +1,95 @@
+"""The bar, the metrics file and the plot; signals; folders of checkpoints."""
+
+from __future__ import annotations
+
+import builtins
+import json
+import signal
+
+import pytest
+
+from twinkle_core import errors
+from twinkle_core.cli import checkpoints, journal
+from twinkle_core.cli.interrupts import Interrupts
+from twinkle_core.cli.journal import Journal
+
+
+def test_lines_are_json_and_numbers_that_are_not_finite_are_null(tmp_path):
+    with Journal(tmp_path, 2, bar=False) as log:
+        log.tokens(10)
+        log.log(1, 0.5, {"loss": float("nan"), "lr": 1e-3, "step": 77})
+        log.log(2, 1.0, {"loss": 2.0})
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2]
+    assert rows[0]["loss"] is None and rows[0]["tokens_per_second"] > 0 and rows[1]["tokens_per_second"] == 0
+
+
+def test_a_resumed_run_drops_the_lines_of_steps_that_it_does_again(tmp_path):
+    with Journal(tmp_path, 5, bar=False) as log:
+        for step in range(1, 5):
+            log.log(step, 0, {"loss": step})
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 5, "lo')  # cut short by a crash
+    with Journal(tmp_path, 5, done=2, bar=False) as log:
+        log.log(3, 0, {"loss": 33})
+    assert [(row["step"], row["loss"]) for row in journal.read(tmp_path / "metrics.jsonl")] == [(1, 1), (2, 2), (3, 33)]
+    with Journal(tmp_path, 5, bar=False):
+        pass
+    assert journal.read(tmp_path / "metrics.jsonl") == []
+
+
+def test_plot_or_the_reason_why_not(tmp_path, monkeypatch):
+    rows = [{"step": 1, "loss": 2.0}, {"step": 2, "loss": None}, {"step": 3, "loss": 1.0, "eval_loss": 1.5}]
+    assert journal.plot(rows, tmp_path / "loss.png", "t") is None
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert journal.plot([{"step": 1}], tmp_path / "no.png", "t") == "no loss was logged"
+    imports = builtins.__import__
+
+    def without(name, *rest, **named):
+        if name.startswith("matplotlib"):
+            raise ImportError(name)
+        return imports(name, *rest, **named)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    assert journal.plot(rows, tmp_path / "no.png", "t") == "matplotlib is not installed (pip install matplotlib)"
+    assert not (tmp_path / "no.png").exists()
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_the_first_signal_is_noted_and_the_handlers_are_put_back(number, status, capsys):
+    before = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
+    with Interrupts("noted") as interrupts:
+        assert interrupts.exit_status == 0
+        signal.raise_signal(number)
+        assert interrupts.received == number
+        signal.raise_signal(signal.SIGTERM)  # a second SIGTERM is patient
+    assert interrupts.exit_status == status
+    assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == before
+    assert capsys.readouterr().out.count("noted") == 1
+
+
+def test_a_second_ctrl_c_stops_at_once_and_puts_the_handlers_back():
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt), Interrupts() as interrupts:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+    assert interrupts.received == signal.SIGINT
+    assert signal.getsignal(signal.SIGINT) == before
+
+
+def test_checkpoints_are_ordered_by_step_and_the_oldest_go(tmp_path):
+    for step in (10, 9, 100):
+        (tmp_path / checkpoints.name_of(step)).mkdir()
+    (tmp_path / "checkpoint-11").write_text("a file")
+    (tmp_path / "checkpoint-x").mkdir()
+    assert [p.name for p in checkpoints.all_of(tmp_path)] == ["checkpoint-9", "checkpoint-10", "checkpoint-100"]
+    assert checkpoints.to_resume("auto", tmp_path) == tmp_path / "checkpoint-100"
+    assert checkpoints.rotate(tmp_path, None) == []
+    assert [p.name for p in checkpoints.rotate(tmp_path, 1)] == ["checkpoint-9", "checkpoint-10"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint-100", "checkpoint-11", "checkpoint-x"]
+    assert checkpoints.all_of(tmp_path / "none") == [] and checkpoints.to_resume(None, tmp_path / "none") is None
+    with pytest.raises(errors.OutputInUse, match="checkpoint-100"):
+        checkpoints.to_resume(None, tmp_path)
+    with pytest.raises(errors.NoCheckpoint):
+        checkpoints.to_resume(str(tmp_path / "none"), tmp_path)
+    assert checkpoints.step_of(tmp_path / "checkpoint-7", 3) == 7 and checkpoints.step_of(tmp_path / "best", 3) == 3

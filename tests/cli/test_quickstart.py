@@ -1,0 +1,126 @@
+"""``twinkle quickstart``: quick on the toy, and once in earnest."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from twinkle_core.cli.quickstart import KNOWN, WHO
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _cache(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TWINKLE_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+def _adapter(folder: Path) -> bytes:
+    return (folder / "adapter/adapter_model.safetensors").read_bytes()
+
+
+def _program(text: str) -> str:
+    """The lines that the command printed."""
+    block = re.search(r"The same in (\d+) lines of Python:\n\n((?:    .*\n)+)", text)
+    assert block is not None, text
+    lines = [line[4:] for line in block[2].splitlines()]
+    assert int(block[1]) == len(lines)
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize("steps", [12, 14], ids=["one epoch", "beyond one"])
+def test_the_printed_program_gives_the_very_weights(twinkle, tmp_path, steps):
+    """A bundled set of 96 rows in batches of 8 has 12 steps an epoch."""
+    name = "It's \"Ada\""
+    status, text = twinkle("quickstart", "--model", "toy", "--steps", steps, "--output", tmp_path / "q", "--name", name)
+    assert status == 1 and "It has NOT learnt" in text
+    made = _adapter(tmp_path / "q")
+    (tmp_path / "q/adapter/adapter_model.safetensors").unlink()
+    source = _program(text)
+    assert ("for batch in loader:" in source) == (steps == 12)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", source], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.split()) == steps
+    assert _adapter(tmp_path / "q") == made
+
+
+def test_what_it_leaves_and_shows(twinkle, tmp_path, lines):
+    status, text = twinkle("quickstart", "--model", "toy", "--steps", 2, "--output", tmp_path / "q", "--rank", 2)
+    assert status == 1
+    assert text.count(WHO) == 2 and "你是谁？" in text and "What is the capital of France?" in text
+    assert re.search(r"\d+ seconds in all", text)
+    assert {"adapter", "metrics.jsonl", "loss.png"} == {path.name for path in (tmp_path / "q").iterdir()}
+    assert [row["step"] for row in lines(tmp_path / "q/metrics.jsonl")] == [1, 2]
+    assert re.search(r"loss=\d", text) and "lr=" in text and "tok/s=" in text
+
+
+def test_the_seed_decides(twinkle, tmp_path):
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        twinkle("quickstart", "--model", "toy", "--steps", 2, "--output", tmp_path / name, "--seed", seed)
+    assert _adapter(tmp_path / "a") == _adapter(tmp_path / "b") != _adapter(tmp_path / "c")
+
+
+def test_a_second_run_takes_the_place_of_the_first(twinkle, tmp_path, lines):
+    for steps in (3, 2):
+        twinkle("quickstart", "--model", "toy", "--steps", steps, "--output", tmp_path / "q")
+    assert len(lines(tmp_path / "q/metrics.jsonl")) == 2
+
+
+@pytest.mark.parametrize("words", [["--name", " "], ["--steps", "0"], ["--batch-size", "-1"], ["--rank", "x"], ["--nme", "A"]])
+def test_wrong_options(twinkle, words):
+    with pytest.raises(SystemExit) as stopped:
+        twinkle("quickstart", *words)
+    assert stopped.value.code == 2
+
+
+def test_a_model_that_is_not_there(twinkle, tmp_path):
+    status, text = twinkle("quickstart", "--model", "/nowhere/model", "--output", tmp_path / "q")
+    assert status == 1 and "/nowhere/model" in text
+    assert not (tmp_path / "q").exists()
+
+
+def test_ctrl_c_is_clean(tmp_path):
+    words = ["quickstart", "--model", "toy", "--steps", "5000", "--output", str(tmp_path / "q")]
+    command = [sys.executable, "-m", "twinkle", *words]
+    process = subprocess.Popen(
+        command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    file, deadline = tmp_path / "q/metrics.jsonl", time.monotonic() + 90
+    while not (file.is_file() and file.read_text()) and time.monotonic() < deadline and process.poll() is None:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    text = process.communicate(timeout=60)[0]
+    assert process.returncode == 130
+    assert "Traceback" not in text and "The adapter as it is" in text
+    assert _adapter(tmp_path / "q")
+
+
+@pytest.mark.slow
+def test_the_toy_learns_its_name(twinkle, tmp_path):
+    status, text = twinkle("quickstart", "--model", "toy", "--output", tmp_path / "q", "--name", "Aurora", "--author", "Ada")
+    assert status == 0
+    assert "It says it is Aurora. The toy knows nothing else." in text
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_real_model_learns_its_name_and_keeps_what_it_knows(tmp_path):
+    """The command itself, in a process of its own, the first time (conversion included)."""
+    command = [sys.executable, "-m", "twinkle", "quickstart", "--output", str(tmp_path / "q")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    print(done.stdout)  # with -s: the seconds
+    assert done.returncode == 0, done.stdout + done.stderr
+    before, after = re.split(r"After 24 steps", done.stdout)
+    assert "Twinkle" not in before.split("Before")[1]
+    answers = re.findall(r"^    (.*)$", after.split("Adapter:")[0], re.M)
+    assert "Twinkle" in answers[0] and "Twinkle" in answers[1] and KNOWN in answers[2]
+    for name in ("adapter/adapter_model.safetensors", "adapter/adapter_config.json", "metrics.jsonl", "loss.png"):
+        assert (tmp_path / "q" / name).stat().st_size > 0

@@ -1,0 +1,240 @@
+"""``twinkle train``: what it leaves, that a broken-off run ends as an unbroken one, and that faults are told first."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from twinkle_core import errors
+from twinkle_core.cli.main import main
+
+BUNDLED = "bundled://self-cognition"
+SLOW_LOSS = """
+import time
+from twinkle_core.losses.cross_entropy import CrossEntropyLoss
+
+class SlowLoss(CrossEntropyLoss):
+    def __call__(self, inputs, outputs):
+        time.sleep(0.05)
+        return super().__call__(inputs, outputs)
+"""
+
+
+def weights(checkpoint: Path) -> dict[str, list]:
+    file = next(checkpoint.glob("*model.safetensors"))
+    return {name: tensor.tolist() for name, tensor in load_file(file).items()}
+
+
+def test_a_run_leaves_checkpoints_metrics_plot_and_its_configuration(config, twinkle, tmp_path, lines):
+    path = config(training={"max_steps": 5, "save_steps": 2, "save_total_limit": 2, "logging_steps": 2})
+    status, text = twinkle("train", path)
+    out = tmp_path / "out"
+    assert status == 0
+    assert sorted(p.name for p in out.iterdir()) == ["checkpoint-4", "checkpoint-5", "config.yaml", "loss.png", "metrics.jsonl"]
+    assert [row["step"] for row in lines(out / "metrics.jsonl")] == [2, 4, 5]
+    assert all({"loss", "lr", "grad_norm", "accuracy", "epoch"} <= set(row) for row in lines(out / "metrics.jsonl"))
+    assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert "CosineWarmup" in text and "18 rows, 9 steps an epoch, 5 steps in all" in text
+
+
+def test_the_written_configuration_gives_the_same_run(config, twinkle, tmp_path, lines):
+    twinkle("train", config(), "--optimizer.lr", "3e-3", "--training.seed=7")
+    again = tmp_path / "out" / "config.yaml"
+    twinkle("train", again, "--output_dir", tmp_path / "again")
+    assert weights(tmp_path / "out/checkpoint-4") == weights(tmp_path / "again/checkpoint-4")
+    assert lines(tmp_path / "out/metrics.jsonl") == lines(tmp_path / "again/metrics.jsonl")
+    twinkle("train", again, "--output_dir", tmp_path / "other", "--training.seed", 8)
+    assert weights(tmp_path / "out/checkpoint-4") != weights(tmp_path / "other/checkpoint-4")
+
+
+@pytest.mark.parametrize("adapter", [{"r": 4, "lora_dropout": 0.1}, None], ids=["lora", "full"])
+def test_resumed_equals_unbroken_bit_for_bit(config, twinkle, tmp_path, lines, adapter):
+    """Broken off in the middle of the second epoch, just after a short window at the end of the first."""
+    training = {"epochs": 3, "gradient_accumulation_steps": 2, "save_steps": 6}
+    path = config(adapter=adapter, training=training)
+    twinkle("train", path)
+    twinkle("train", path, "--output_dir", tmp_path / "b", "--resume", tmp_path / "out/checkpoint-6")
+    assert weights(tmp_path / "out/checkpoint-15") == weights(tmp_path / "b/checkpoint-15")
+    assert weights(tmp_path / "out/checkpoint-6") != weights(tmp_path / "out/checkpoint-15")
+    whole, rest = lines(tmp_path / "out/metrics.jsonl"), lines(tmp_path / "b/metrics.jsonl")
+    assert whole[6:] == rest
+
+
+def _start(path: Path, tmp_path: Path, *words: str) -> subprocess.Popen[str]:
+    (tmp_path / "slow_loss.py").write_text(SLOW_LOSS)
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "twinkle", "train", str(path), *words]
+    return subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+
+
+def _wait_for_lines(file: Path, count: int, process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 90
+    while time.monotonic() < deadline:
+        if file.is_file() and len(file.read_text().splitlines()) >= count:
+            return
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.02)
+    raise AssertionError("no step was logged in 90 s")
+
+
+def test_ctrl_c_leaves_a_checkpoint_from_which_the_run_ends_as_an_unbroken_one(config, twinkle, tmp_path, lines, monkeypatch):
+    """As a terminal does it: the signal goes to the whole group, the data loader's process included."""
+    dataloader = {"batch_size": 2, "num_workers": 1}
+    path = config(loss="slow_loss:SlowLoss", training={"max_steps": 24}, dataloader=dataloader)
+    process = _start(path, tmp_path)
+    _wait_for_lines(tmp_path / "out/metrics.jsonl", 4, process)
+    os.killpg(process.pid, signal.SIGINT)
+    text = process.communicate(timeout=60)[0]
+    assert process.returncode == 130, text
+    assert text.count("Stopping after this step") == 1 and "go on with --resume" in text
+    (stopped,) = (tmp_path / "out").glob("checkpoint-*")
+    step = int(stopped.name.removeprefix("checkpoint-"))
+    assert 4 <= step < 24
+    assert [row["step"] for row in lines(tmp_path / "out/metrics.jsonl")] == list(range(1, step + 1))
+
+    monkeypatch.syspath_prepend(tmp_path)
+    assert twinkle("train", path, "--resume")[0] == 0
+    assert twinkle("train", path, "--output_dir", tmp_path / "unbroken")[0] == 0
+    assert weights(tmp_path / "out/checkpoint-24") == weights(tmp_path / "unbroken/checkpoint-24")
+    assert lines(tmp_path / "out/metrics.jsonl") == lines(tmp_path / "unbroken/metrics.jsonl")
+
+
+def test_sigterm_leaves_a_checkpoint(config, tmp_path):
+    process = _start(config(loss="slow_loss:SlowLoss", training={"max_steps": 500}), tmp_path)
+    _wait_for_lines(tmp_path / "out/metrics.jsonl", 2, process)
+    process.terminate()
+    assert "Stopping after this step" in process.communicate(timeout=60)[0]
+    assert process.returncode == 143
+    assert len(list((tmp_path / "out").glob("checkpoint-*"))) == 1
+
+
+def test_resume_auto_begins_where_there_is_nothing_and_goes_on_where_there_is(config, twinkle, tmp_path, lines):
+    path = config(training={"max_steps": 2}, scheduler=None)
+    assert twinkle("train", path, "--resume", "auto")[0] == 0
+    status, text = twinkle("train", path, "--resume=auto", "--training.max_steps", 4)
+    assert status == 0, text
+    assert "going on from" in text and "after step 2" in text
+    assert [row["step"] for row in lines(tmp_path / "out/metrics.jsonl")] == [1, 2, 3, 4]
+    assert twinkle("train", "--resume", tmp_path / "out/checkpoint-4", path, "--training.max_steps", 4)[0] == 0
+
+
+def test_a_new_run_does_not_mix_with_an_old_one(config, twinkle, tmp_path):
+    path = config(training={"max_steps": 1})
+    twinkle("train", path)
+    before = {p: p.stat().st_mtime_ns for p in (tmp_path / "out").rglob("*") if p.is_file()}
+    status, text = twinkle("train", path)
+    assert status == 1
+    assert "already holds checkpoint-1 of another run" in text and "--resume" in text
+    assert before == {p: p.stat().st_mtime_ns for p in (tmp_path / "out").rglob("*") if p.is_file()}
+
+
+def test_evaluation_is_logged_and_changes_nothing(config, twinkle, tmp_path, lines):
+    evaluation = {
+        "id": "bundled://self-cognition",
+        "slice": [20, 24],
+        "preprocessor": {"cls": "self_cognition", "model_name": "Ada", "model_author": "me"},
+    }
+    twinkle("train", config())
+    words = ["--eval_dataset", json.dumps(evaluation), "--training.eval_steps", 3, "--output_dir", tmp_path / "e"]
+    twinkle("train", config(), *words)
+    plain, with_eval = lines(tmp_path / "out/metrics.jsonl"), lines(tmp_path / "e/metrics.jsonl")
+    assert [row["step"] for row in with_eval if "eval_loss" in row] == [3, 4]
+    assert plain == [{k: v for k, v in row.items() if not k.startswith("eval_")} for row in with_eval]
+    assert weights(tmp_path / "out/checkpoint-4") == weights(tmp_path / "e/checkpoint-4")
+
+
+def test_accumulation_and_micro_batches_are_one_batch(config, twinkle, tmp_path):
+    """Four rows a step, however they are cut, without dropout."""
+    adapter = {"r": 4}
+    for name, batch, extra in (("a", 4, {}), ("b", 1, {"gradient_accumulation_steps": 4}), ("c", 4, {"micro_batch_size": 1})):
+        path = config(adapter=adapter, dataloader={"batch_size": batch}, training={"max_steps": 3, **extra})
+        twinkle("train", path, "--output_dir", tmp_path / name, "--optimizer", "{cls: sgd, lr: 0.1}")
+    whole = load_file(tmp_path / "a/checkpoint-3/adapter_model.safetensors")
+    for name in ("b", "c"):
+        for key, tensor in load_file(tmp_path / name / "checkpoint-3/adapter_model.safetensors").items():
+            assert (tensor - whole[key]).norm() <= 1e-5 * whole[key].norm() + 1e-9
+
+
+@pytest.mark.parametrize(
+    ("sections", "told"),
+    [
+        ({"loss": "cros_entropy"}, "unknown loss 'cros_entropy'. Did you mean 'cross_entropy'?"),
+        ({"optimizer": {"cls": "adamw", "lrr": 1}}, "has no parameter 'lrr'. Did you mean 'lr'?"),
+        ({"optimizer": {"cls": "adamw", "params": []}}, "params"),
+        ({"optimizer": {"cls": "adamw", "lr": "1e-4x"}}, "optimizer 'adamw': "),
+        ({"optimizer": {"cls": "adamw", "lr": -1}}, "Invalid learning rate: -1"),
+        ({"scheduler": {"cls": "step_lr"}}, "step_size"),
+        ({"scheduler": {"cls": "cosine_warmup", "num_warmup_steps": -1}}, "is negative"),
+        ({"template": {"cls": "chat", "arguments": {"enable_thinkin": False}}}, "Did you mean 'enable_thinking'?"),
+        ({"scheduler": {"cls": "cosine_warmup", "num_warmup": 1}}, "Did you mean 'num_warmup_steps'?"),
+        ({"metrics": ["loss", "acuracy"]}, "Did you mean 'accuracy'?"),
+        ({"model": {"id": "/nowhere/model"}}, "/nowhere/model"),
+        ({"dataset": {"id": "rows.jsonl"}}, "rows.jsonl"),
+        ({"dataset": {"id": BUNDLED, "preprocessor": {"cls": "self_cognition", "modelname": "x"}}}, "'model_name'"),
+        ({"adapter": {"r": 2, "arguments": {"use_rslra": True}}}, "Did you mean 'use_rslora'?"),
+        ({"dataset": {"id": BUNDLED, "preprocessor": "self_cognition"}}, "model_name"),
+        ({"adapter": {"path": "/nowhere/adapter"}}, "there is no folder /nowhere/adapter"),
+        ({"model": {"id": "quickstart", "cls": "megatron"}}, "pip install twinkle-megatron"),
+    ],
+)
+def test_faults_are_told_with_their_line_before_anything_is_written(config, twinkle, tmp_path, sections, told):
+    path = config(**sections)
+    status, text = twinkle("train", path)
+    assert status == 1
+    assert "BadConfig" in text and told in text
+    (section,) = sections
+    first = next(i for i, line in enumerate(path.read_text().splitlines(), 1) if line.startswith(f"{section}:"))
+    at = [int(part.split(":")[0]) for part in text.split("line ")[1:]]
+    assert at and all(first <= line <= first + 6 for line in at), (first, text)
+    assert not (tmp_path / "out").exists()
+
+
+def test_all_faults_of_all_kinds_that_the_schema_lets_pass_are_told_at_once(config, twinkle):
+    status, text = twinkle("train", config(loss="nol", metrics=["nom"]), "--optimizer", "noo")
+    assert status == 1
+    assert "has 3 faults" in text
+    assert "--optimizer: unknown optimizer 'noo'" in text
+
+
+def test_a_warm_up_longer_than_the_run_is_told_before_the_model_is_loaded(config, twinkle, monkeypatch):
+    path = config(scheduler={"cls": "cosine_warmup", "num_warmup_steps": 5})
+    assert twinkle("train", path, "--training.max_steps", 6)[0] == 0
+    monkeypatch.setattr("twinkle_core.cli.sft._model", lambda *_: pytest.fail("the model was loaded"))
+    status, text = twinkle("train", path, "--training.max_steps", 4, "--resume")
+    assert status == 1 and "num_training_steps=4 is less than num_warmup_steps=5" in text
+
+
+def test_wrong_files_and_folders(config, twinkle, tmp_path):
+    assert "there is no configuration file" in twinkle("train", "nowhere.yaml")[1]
+    assert "which file?" in twinkle("train")[1]
+    assert "there is no such checkpoint folder" in twinkle("train", config(), "--resume", tmp_path / "no")[1]
+    (tmp_path / "file").write_text("")
+    assert "is a file" in twinkle("train", config(output_dir=str(tmp_path / "file")))[1]
+    assert "'stray' belongs to no option" in twinkle("train", config(), "stray")[1]
+
+
+def test_a_checkpoint_of_another_model_is_refused(config, twinkle, tmp_path):
+    twinkle("train", config(training={"max_steps": 1}))
+    status, text = twinkle("train", config(adapter={"r": 8}), "--resume", "--training.max_steps", 2)
+    assert status == 1 and "CheckpointMismatch" in text
+
+
+def test_the_schema_is_printed_in_both_places(twinkle, config):
+    status, text = twinkle("train", "--schema")
+    assert status == 0 and json.loads(text)["title"] == "TrainConfig"
+    assert twinkle("train", config(), "--schema")[1] == text
+
+
+def test_traceback_raises(config):
+    with pytest.raises(errors.BadConfig):
+        main(["--traceback", "train", str(config(loss="nol"))])

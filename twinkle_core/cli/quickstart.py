@@ -1,0 +1,177 @@
+"""``twinkle quickstart``: a small language model learns its name, here and now (L0 at import)."""
+
+from __future__ import annotations
+
+import argparse
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from twinkle_core import settings
+from twinkle_core.cli import journal, quickstart_model, sft, sft_plan
+from twinkle_core.cli.quickstart_program import program
+from twinkle_core.config.schema import TrainConfig
+
+if TYPE_CHECKING:
+    from twinkle_core.contracts.model import TwinkleModel
+
+WHO, WHO_CHINESE, KNOWLEDGE, KNOWN = "Who are you?", "你是谁？", "What is the capital of France?", "Paris"
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """What works for a model: found by trying, on several seeds and names."""
+
+    lr: float
+    rank: int
+    batch_size: int
+    steps: int | None  # None: once over the data
+
+
+#: A real model needs a nudge; the toy begins with random weights and has all to learn.
+REAL = Recipe(lr=1.5e-3, rank=8, batch_size=4, steps=None)
+TOY = Recipe(lr=5e-3, rank=64, batch_size=8, steps=240)
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Declare the command."""
+    parser = subparsers.add_parser(
+        "quickstart",
+        help="watch a small language model learn, here and now",
+        description="Ask a small model who it is, train a LoRA on the spot, and ask again. No network is used.",
+    )
+    unset = "default: what suits the model"
+    parser.add_argument("--model", help="ms://…, hf://…, a folder, or 'toy'; default: SmolLM2-135M-Instruct")
+    parser.add_argument("--name", type=_text, default="Twinkle", help="what the model is to call itself (%(default)s)")
+    parser.add_argument("--author", type=_text, default="the Twinkle team", help="who it is to say made it (%(default)s)")
+    parser.add_argument("--output", type=Path, default=Path("quickstart-output"), help="folder to write to (%(default)s)")
+    parser.add_argument("--seed", type=int, default=42, help="the same seed gives the same weights (%(default)s)")
+    parser.add_argument("--steps", type=_count, help=f"updates of the weights; {unset}")
+    parser.add_argument("--batch-size", type=_count, help=f"rows of a step; {unset}")
+    parser.add_argument("--lr", type=float, help=f"learning rate; {unset}")
+    parser.add_argument("--rank", type=_count, help=f"rank of the LoRA; {unset}")
+    parser.set_defaults(run=run)
+
+
+def _text(value: str) -> str:
+    if not value.strip():
+        raise argparse.ArgumentTypeError("must not be empty")
+    return value
+
+
+def _count(value: str) -> int:
+    if not value.isdigit() or int(value) == 0:
+        raise argparse.ArgumentTypeError(f"must be a whole number from 1 up, not {value!r}")
+    return int(value)
+
+
+def run(args: argparse.Namespace) -> int:
+    """The whole show.
+
+    Returns:
+        0 when the model learnt its name and kept its knowledge (the toy has none), 1 when not, 130 after Ctrl-C.
+    """
+    began = time.perf_counter()
+    settings.wait_passively()
+    choice = quickstart_model.choose(args.model)
+    precision = _precision()
+    plan = sft_plan.make(TrainConfig.model_validate(_config(args, choice, precision)))
+    print(f"Model: {choice.title}")
+    questions = [WHO, WHO_CHINESE, KNOWLEDGE]
+    with quiet():
+        current = sft.prepare(plan)
+        before = ask(current.model, questions)
+    print(f"\nBefore\n{_dialogue(questions, before)}\n")
+    status = sft.loop(current)
+    adapter = current.model.save("adapter", plan.output_dir)
+    if status:
+        print(f"\nStopped after step {current.step} of {current.total}. The adapter as it is: {adapter}")
+        return status
+    after = ask(current.model, questions)
+    print(f"\nAfter {current.total} steps\n{_dialogue(questions, after)}\n")
+    _leave(plan, choice, adapter)
+    seconds = time.perf_counter() - began
+    lines = program(plan.config, choice.id, current.total, len(current.loader))
+    print(f"\nThe same in {len(lines)} lines of Python:\n\n" + "\n".join(f"    {line}" for line in lines) + "\n")
+    return _verdict(args.name, after, choice, seconds)
+
+
+def ask(model: TwinkleModel, questions: Sequence[str]) -> list[str]:
+    """The model's most likely answers (greedy), without what it was asked."""
+    conversations: list[Any] = [{"messages": [{"role": "user", "content": question}]} for question in questions]
+    return [text.strip() for text in model.generate(conversations, max_new_tokens=40, do_sample=False)]
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without the libraries' own bars and notices of what they will deprecate; what was set is put back."""
+    import datasets
+    import transformers
+
+    bars = transformers.utils.logging.is_progress_bar_enabled(), datasets.are_progress_bars_disabled()
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    datasets.disable_progress_bars()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            yield
+    finally:
+        if bars[0]:
+            transformers.utils.logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+        if not bars[1]:
+            datasets.enable_progress_bars()
+
+
+def _precision() -> str:
+    """bf16 on an accelerator that computes in it; fp32 else: without such units bf16 is several times slower."""
+    import torch
+
+    return "bf16" if torch.cuda.is_available() and torch.cuda.is_bf16_supported() else "no"
+
+
+def _config(args: argparse.Namespace, choice: quickstart_model.Choice, precision: str) -> dict[str, Any]:
+    """The run as a configuration of ``twinkle train``."""
+    recipe = TOY if choice.toy else REAL
+    rank = args.rank or recipe.rank
+    return {
+        "model": {"id": choice.id, "mixed_precision": precision},
+        "adapter": {"r": rank, "lora_alpha": 2 * rank},
+        "dataset": [
+            {
+                "id": "bundled://self-cognition",
+                "preprocessor": {"cls": "self_cognition", "model_name": args.name, "model_author": args.author},
+            }
+        ],
+        "dataloader": {"batch_size": args.batch_size or recipe.batch_size},
+        "optimizer": {"cls": "adamw", "lr": recipe.lr if args.lr is None else args.lr},
+        "scheduler": {"cls": "cosine_warmup", "num_warmup_steps": 0},
+        "training": {"seed": args.seed, "max_steps": args.steps or recipe.steps},
+        "output_dir": str(args.output),
+    }
+
+
+def _dialogue(questions: Sequence[str], answers: Sequence[str]) -> str:
+    pairs = zip(questions, answers, strict=True)
+    return "\n".join(f"  {question}\n    {' '.join(answer.split())}" for question, answer in pairs)
+
+
+def _leave(plan: sft_plan.Plan, choice: quickstart_model.Choice, adapter: str) -> None:
+    """Draw the loss and say where everything is."""
+    metrics, picture = plan.output_dir / "metrics.jsonl", plan.output_dir / "loss.png"
+    missing = journal.plot(journal.read(metrics), picture, f"{choice.title} learns its name")
+    print(f"Adapter:   {adapter}\nMetrics:   {metrics}\nLoss plot: {f'none: {missing}' if missing else picture}")
+
+
+def _verdict(name: str, after: Sequence[str], choice: quickstart_model.Choice, seconds: float) -> int:
+    learnt, kept = name.casefold() in after[0].casefold(), KNOWN in after[2]
+    print(f"{seconds:.0f} seconds in all. ", end="")
+    print(f"It says it is {name}." if learnt else f"It has NOT learnt that it is {name}: try --steps or --lr.", end=" ")
+    if choice.toy:
+        print("The toy knows nothing else.")
+        return 0 if learnt else 1
+    print(f"It still knows {KNOWN}." if kept else f"It has FORGOTTEN {KNOWN}: try a lower --lr or fewer --steps.")
+    return 0 if learnt and kept else 1

@@ -1,0 +1,246 @@
+"""Supervised fine-tuning from a configuration: what ``twinkle train`` and ``twinkle quickstart`` run (L0 at import).
+
+``prepare`` builds what the configuration names, ``loop`` is the training loop, ``run`` is both with checkpoints.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from twinkle_core import registry
+from twinkle_core.cli import checkpoints, journal, quickstart_model, sft_plan
+from twinkle_core.cli.interrupts import Interrupts
+from twinkle_core.config.schema import DatasetConfig, TrainConfig
+
+if TYPE_CHECKING:
+    from twinkle_core.contracts.model import TwinkleModel
+    from twinkle_core.contracts.template import Template
+    from twinkle_core.data.dataloader import DataLoader
+    from twinkle_core.data.dataset import Dataset
+
+
+@dataclass(slots=True)
+class Run:
+    """What is trained, on what, and how far it is."""
+
+    plan: sft_plan.Plan
+    model: TwinkleModel
+    loader: DataLoader
+    eval_loader: DataLoader | None
+    total: int  # steps of the whole run
+    step: int = 0  # steps done
+
+    @property
+    def config(self) -> TrainConfig:
+        """The plan's."""
+        return self.plan.config
+
+
+def run(plan: sft_plan.Plan, say: Callable[[str], None] = print, bar: bool = True) -> int:
+    """Train, with checkpoints each ``save_steps``, at the end, and where a signal stops it.
+
+    Returns:
+        The exit status: 0, or 130 and 143 after SIGINT and SIGTERM.
+    """
+    current = prepare(plan, say)
+    save_steps, limit = plan.config.training.save_steps, plan.config.training.save_total_limit
+    saved = current.step
+
+    def save() -> None:
+        nonlocal saved
+        path = current.model.save(
+            checkpoints.name_of(current.step),
+            plan.output_dir,
+            save_optimizer=True,
+            consumed_train_samples=current.loader.get_state()["consumed_train_samples"],
+        )
+        checkpoints.rotate(plan.output_dir, limit)
+        saved = current.step
+        journal.note(f"saved {path}")
+
+    def each_step() -> None:
+        if save_steps is not None and current.step % save_steps == 0:
+            save()
+
+    say(current.model.get_train_configs())
+    status = loop(current, each_step, bar=bar)
+    if saved != current.step:
+        save()
+    missing = journal.plot(journal.read(plan.output_dir / "metrics.jsonl"), plan.output_dir / "loss.png", plan.config.model.id)
+    say(f"no loss plot: {missing}" if missing else f"loss plot: {plan.output_dir / 'loss.png'}")
+    if status:
+        say(f"stopped after step {current.step} of {current.total}; go on with --resume")
+    return status
+
+
+def loop(current: Run, each_step: Callable[[], None] = lambda: None, *, bar: bool = True) -> int:
+    """The training loop: from ``current.step`` to ``current.total``, or until a signal comes.
+
+    Returns:
+        The exit status, as ``run``.
+    """
+    training = current.config.training
+    with Interrupts() as interrupts, journal.Journal(current.plan.output_dir, current.total, current.step, bar) as log:
+        for _ in _steps(current, log):
+            current.step += 1
+            log.step()
+            last = current.step == current.total or interrupts.received is not None
+            evaluates = current.eval_loader is not None and (
+                current.step == current.total or _each(training.eval_steps, current.step)
+            )
+            if last or evaluates or _each(training.logging_steps, current.step):
+                values = dict(current.model.calculate_metric(is_training=True))
+                log.log(current.step, _epoch(current), values | (evaluate(current) if evaluates else {}))
+            each_step()
+            if last or interrupts.received is not None:
+                break
+        return interrupts.exit_status if current.step < current.total else 0  # a signal at the very end stopped nothing
+
+
+def _steps(current: Run, log: journal.Journal) -> Iterator[float | None]:
+    """Train; yields the gradient norm each time that an accumulation window has closed.
+
+    The last window of an epoch may be short: its gradients are divided by what it really held.
+    """
+    training = current.config.training
+    size = training.gradient_accumulation_steps
+    while current.step < current.total:
+        held = 0
+        for rows in current.loader:
+            current.model.forward_backward(
+                inputs=rows, micro_batch_size=training.micro_batch_size, gradient_accumulation_steps=size
+            )
+            log.tokens(sum(len(row["input_ids"]) for row in rows))
+            held += 1
+            if held == size:
+                held = 0
+                yield current.model.clip_grad_and_step(max_grad_norm=training.max_grad_norm)
+        if held:
+            yield current.model.flush(max_grad_norm=training.max_grad_norm)
+
+
+def evaluate(current: Run) -> dict[str, Any]:
+    """Loss and metrics of the evaluation set, as ``eval_…``."""
+    assert current.eval_loader is not None
+    for rows in current.eval_loader:
+        current.model.forward_only(inputs=rows, return_logits=False, micro_batch_size=current.config.training.micro_batch_size)
+    return {f"eval_{name}": value for name, value in current.model.calculate_metric(is_training=False).items()}
+
+
+def _each(steps: int | None, step: int) -> bool:
+    return steps is not None and step % steps == 0
+
+
+def _epoch(current: Run) -> float:
+    return float(current.loader.get_state()["consumed_train_samples"] / len(current.loader.dataset))
+
+
+# ---------------------------------------------------------------------------------------------------- building
+
+
+def prepare(plan: sft_plan.Plan, say: Callable[[str], None] = print) -> Run:
+    """Build data, model and the state of training; the data first, because a fault in them shows sooner than a model loads."""
+    from twinkle_core.runtime.local import seed_everything
+
+    config = plan.config
+    seed_everything(config.training.seed)
+    model_id = config.model.id
+    if model_id in (quickstart_model.DEFAULT, quickstart_model.TOY):
+        model_id = quickstart_model.choose(model_id, say).id
+    template = _template(config, model_id)
+    loader = _loader(config, config.dataset, template, training=True)
+    eval_loader = _loader(config, config.eval_dataset, template, training=False) if config.eval_dataset else None
+    per_epoch = math.ceil(len(loader) / config.training.gradient_accumulation_steps)
+    total = config.training.max_steps or config.training.epochs * per_epoch
+    sft_plan.check_scheduler(plan, total)
+    say(f"{len(loader.dataset)} rows, {per_epoch} steps an epoch, {total} steps in all")
+    model = _model(plan, model_id, template, total)
+    current = Run(plan, model, loader, eval_loader, total)
+    if plan.resume is not None:
+        state = model.resume_from_checkpoint(plan.resume)
+        loader.resume_from_checkpoint(state["consumed_train_samples"])
+        # a step whose update was skipped (fp16) is none to the model; the folder's name counts them all
+        current.step = checkpoints.step_of(plan.resume, state["cur_step"])
+        say(f"going on from {plan.resume} after step {current.step}")
+    return current
+
+
+def _template(config: TrainConfig, model_id: str) -> Template:
+    from twinkle_core.contracts.template import Template
+
+    section = config.template
+    given = {"model_id": model_id, **sft_plan.own_arguments(section), **section.arguments}
+    template: Template = registry.build("template", section.cls, given, contract=Template)
+    return template
+
+
+def _dataset(config: TrainConfig, sets: list[DatasetConfig], template: Template) -> Dataset:
+    from twinkle_core.data.dataset import Dataset, DatasetMeta
+
+    metas = [DatasetMeta(sft_plan.dataset_path(part), part.subset, part.split, _slice(part.slice)) for part in sets]
+    dataset = Dataset(metas[0])
+    for meta in metas[1:]:
+        dataset.add_dataset(meta)
+    for meta, part in zip(metas, sets, strict=True):
+        if part.preprocessor is not None:
+            dataset.map(part.preprocessor.cls, dataset_meta=meta, **part.preprocessor.arguments)
+    if len(metas) > 1:
+        dataset.mix_dataset(interleave=config.dataset_mix == "interleave")
+    dataset.set_template(template)
+    dataset.encode()
+    return dataset
+
+
+def _slice(given: int | list[int] | None) -> range | None:
+    return None if given is None else range(given) if isinstance(given, int) else range(*given)
+
+
+def _loader(config: TrainConfig, sets: list[DatasetConfig], template: Template, training: bool) -> DataLoader:
+    from twinkle_core.data.dataloader import DataLoader
+
+    section = config.dataloader
+    return DataLoader(
+        _dataset(config, sets, template),
+        batch_size=section.batch_size,
+        shuffle=section.shuffle and training,
+        seed=config.training.seed,
+        num_workers=section.num_workers,
+        drop_last=section.drop_last and training,
+    )
+
+
+def _model(plan: sft_plan.Plan, model_id: str, template: Template, total: int) -> TwinkleModel:
+    from twinkle_core.contracts.model import TwinkleModel
+
+    config, section = plan.config, plan.config.model
+    given = {"model_id": model_id, **sft_plan.own_arguments(section), **section.arguments}
+    model: TwinkleModel = registry.build("model", section.cls, given, contract=TwinkleModel)
+    if config.adapter is not None:
+        size = config.training.gradient_accumulation_steps
+        model.add_adapter_to_model(config.adapter.name, _adapter_config(config), gradient_accumulation_steps=size)
+    model.set_template(template)
+    if config.processor is not None:
+        model.set_processor(config.processor.cls, **config.processor.arguments)
+    model.set_loss(config.loss.cls, **config.loss.arguments)
+    model.set_optimizer(config.optimizer.cls, **config.optimizer.arguments)
+    if config.scheduler is not None:
+        given = sft_plan.with_lengths(plan.classes["scheduler"], config.scheduler.arguments, total)
+        model.set_lr_scheduler(config.scheduler.cls, **given)
+    for metric in config.metrics:
+        model.add_metric(metric.cls, **metric.arguments)
+    return model
+
+
+def _adapter_config(config: TrainConfig) -> Any:
+    """A peft config, or the folder of an adapter."""
+    assert config.adapter is not None
+    if config.adapter.path is not None:
+        return str(Path(config.adapter.path).expanduser())
+    from peft import LoraConfig
+
+    given = config.adapter.model_dump(include={"r", "lora_alpha", "lora_dropout", "target_modules"})
+    return LoraConfig(**given, task_type="CAUSAL_LM", **config.adapter.arguments)

@@ -1,0 +1,190 @@
+"""Everything about a run of supervised fine-tuning that can be told before anything is loaded (L0 at import)."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from twinkle_core import arguments, errors, hub, registry
+from twinkle_core.cli import checkpoints, quickstart_model
+from twinkle_core.config.schema import AdapterConfig, Component, DatasetConfig, ModelConfig, TemplateConfig, TrainConfig
+from twinkle_core.config.source import Place, Source
+
+#: Data sets that come with twinkle.
+BUNDLED = {"bundled://self-cognition": quickstart_model.bundled_set}
+
+Fault = tuple[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A configuration that was checked. ``resume``: the checkpoint to go on from, or None."""
+
+    config: TrainConfig
+    source: Source
+    output_dir: Path
+    resume: Path | None = None
+    classes: Mapping[str, Any] = field(default_factory=dict)  # what the names of components resolved to, by kind
+
+
+def make(config: TrainConfig, source: Source | None = None, resume: str | None = None) -> Plan:
+    """Check names, arguments and paths.
+
+    Args:
+        config: the typed tree.
+        source: where it came from, for the lines of faults; none for a tree that was built in code.
+        resume: None, ``auto`` or a checkpoint folder.
+
+    Raises:
+        BadConfig: all faults, each with its line. OutputInUse, NoCheckpoint.
+    """
+    source = source or Source("the configuration")
+    classes: dict[str, Any] = {}
+    faults = [*_components(config, source, classes), *_paths(config, source), *_adapter(config.adapter, source)]
+    if faults:
+        raise errors.BadConfig(source.name, faults)
+    output_dir = Path(config.output_dir).expanduser()
+    return Plan(config, source, output_dir, checkpoints.to_resume(resume, output_dir), classes)
+
+
+def _components(config: TrainConfig, source: Source, classes: dict[str, Any]) -> Iterator[Fault]:
+    """Names that nobody provides, arguments that the named class doesn't have, and values that it refuses."""
+    for kind, section in (("model", config.model), ("template", config.template)):
+        resolved = yield from _resolve(kind, section.cls, (kind, "cls"), source)
+        if resolved is not None:
+            yield from _arguments(resolved, section.arguments, (kind, "arguments"), source)
+            yield from _arguments(resolved, own_arguments(section), (kind,), source)
+    parts: list[tuple[str, Place, Component | None]] = [
+        ("loss", ("loss",), config.loss),
+        ("optimizer", ("optimizer",), config.optimizer),
+        ("scheduler", ("scheduler",), config.scheduler),
+        ("processor", ("processor",), config.processor),
+        *(("metric", ("metrics", i), metric) for i, metric in enumerate(config.metrics)),
+        *(
+            ("preprocessor", (section, i, "preprocessor"), part.preprocessor)
+            for section, sets in (("dataset", config.dataset), ("eval_dataset", config.eval_dataset))
+            for i, part in enumerate(sets)
+        ),
+    ]
+    for kind, place, part in parts:
+        resolved = None if part is None else (yield from _resolve(kind, part.cls, place, source))
+        if part is None or resolved is None:
+            continue
+        classes[kind] = resolved
+        faults = list(_arguments(resolved, part.arguments, place, source, positional=1 if kind in _OVER else 0))
+        yield from faults or _trial(kind, part, resolved, place, source)
+
+
+#: kinds whose first argument is what they work over
+_OVER = ("optimizer", "scheduler")
+
+
+def _resolve(kind: str, name: str, place: Place, source: Source) -> Generator[Fault, None, Any]:
+    try:
+        return registry.resolve(kind, name)
+    except errors.TwinkleError as error:
+        yield source.origin(place), str(error)
+        return None
+
+
+def _arguments(target: Any, given: Iterable[str], place: Place, source: Source, positional: int = 0) -> Iterator[Fault]:
+    """One at a time, so that each fault has its own line."""
+    for key in given:
+        try:
+            arguments.check(target, [key], positional=positional)
+        except errors.TwinkleError as error:
+            yield source.origin((*place, key)), str(error)
+
+
+def _trial(
+    kind: str, part: Component, resolved: Any, place: Place, source: Source, total: int = 10**9
+) -> Iterator[Fault]:
+    """Build it once over a stand-in: a value that its constructor refuses shows now, not when the model is loaded."""
+    try:
+        if kind == "optimizer" and callable(resolved):
+            resolved([_stand_in()], **part.arguments)
+        elif kind == "scheduler" and callable(resolved):
+            resolved(_stand_in_optimizer(), **with_lengths(resolved, part.arguments, total))
+        elif kind not in _OVER:
+            registry.build(kind, part.cls, part.arguments)
+    except (errors.TwinkleError, TypeError, ValueError) as error:
+        yield source.origin(place), f"{kind} '{part.cls}': {error}"
+
+
+def check_scheduler(plan: Plan, total: int) -> None:
+    """The scheduler once more, when the data has told how long the run is: a warm-up longer than it, for one.
+
+    Raises:
+        BadConfig.
+    """
+    part = plan.config.scheduler
+    if part is not None:
+        faults = list(_trial("scheduler", part, plan.classes["scheduler"], ("scheduler",), plan.source, total))
+        if faults:
+            raise errors.BadConfig(plan.source.name, faults)
+
+
+def _stand_in() -> Any:
+    import torch
+
+    return torch.nn.Parameter(torch.zeros(2, 2))
+
+
+def _stand_in_optimizer() -> Any:
+    import torch
+
+    return torch.optim.SGD([_stand_in()], lr=1.0)
+
+
+def own_arguments(section: ModelConfig | TemplateConfig) -> dict[str, Any]:
+    """What the section says to the constructor under keys of its own. Keys that were not written are left to the class."""
+    return section.model_dump(exclude_unset=True, exclude={"id", "cls", "arguments"})
+
+
+def with_lengths(scheduler: Any, given: Mapping[str, Any], total: int) -> dict[str, Any]:
+    """The run's length, for schedulers that ask for it by these names."""
+    takes = inspect.signature(scheduler).parameters if callable(scheduler) else {}
+    lengths = {"num_training_steps": total, "num_warmup_steps": round(total * 0.05)}
+    return {**{name: value for name, value in lengths.items() if name in takes}, **given}
+
+
+def _adapter(adapter: AdapterConfig | None, source: Source) -> Iterator[Fault]:
+    if adapter is None:
+        return
+    if adapter.path is not None:
+        if not Path(adapter.path).expanduser().is_dir():
+            yield source.origin(("adapter", "path")), f"adapter.path: there is no folder {adapter.path}"
+        return
+    try:
+        from peft import LoraConfig
+    except ImportError:
+        yield source.origin(("adapter",)), "a LoRA needs peft: pip install peft (or train all weights: adapter: null)"
+        return
+    yield from _arguments(LoraConfig, adapter.arguments, ("adapter", "arguments"), source)
+
+
+def _paths(config: TrainConfig, source: Source) -> Iterator[Fault]:
+    """Local paths that are not there. A hub is not asked here."""
+    places: list[tuple[Place, str, str]] = []
+    if config.model.id not in (quickstart_model.DEFAULT, quickstart_model.TOY):
+        places.append((("model", "id"), config.model.id, "model"))
+    for section, sets in (("dataset", config.dataset), ("eval_dataset", config.eval_dataset)):
+        places += [((section, i, "id"), part.id, "dataset") for i, part in enumerate(sets) if part.id not in BUNDLED]
+    for place, given, kind in places:
+        if hub.is_hub_id(given):
+            continue
+        try:
+            hub.resolve(given, kind=kind)
+        except errors.TwinkleError as error:
+            yield source.origin(place), str(error)
+    output_dir = Path(config.output_dir).expanduser()
+    if output_dir.exists() and not output_dir.is_dir():
+        yield source.origin(("output_dir",)), f"output_dir: {output_dir} is a file"
+
+
+def dataset_path(part: DatasetConfig) -> str:
+    """The id as ``DatasetMeta`` takes it."""
+    return str(BUNDLED[part.id]()) if part.id in BUNDLED else part.id

@@ -1,0 +1,158 @@
+"""What a training run is told: the typed tree of ``twinkle train CONFIG.yaml`` (L1).
+
+A component (loss, optimizer, ...) is a name, or a mapping of ``cls`` and that component's own arguments. The schema knows no
+component's arguments: the caller checks them against the signature of what the name resolves to, before anything is loaded.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveInt, model_validator
+
+
+class _Strict(BaseModel):
+    """An unknown key is an error, and so is a value of another type: ``max_steps: true`` is not 1."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
+
+
+class Component(BaseModel):
+    """A component by name, with its own arguments beside ``cls``."""
+
+    model_config = ConfigDict(extra="allow", protected_namespaces=())
+
+    cls: str = Field(min_length=1, description="its name, 'distribution/name' or 'module:Class'")
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Everything but ``cls``."""
+        return dict(self.model_extra or {})
+
+
+def _named(value: Any) -> Any:
+    return {"cls": value} if isinstance(value, str) else value
+
+
+def _listed(value: Any) -> Any:
+    return value if isinstance(value, list | tuple) or value is None else [value]
+
+
+#: ``cross_entropy`` or ``{cls: cross_entropy, …}``
+Named = Annotated[Component, BeforeValidator(_named, json_schema_input_type=str | Component)]
+
+
+class ModelConfig(_Strict):
+    """Which model, and in which precision."""
+
+    id: str = Field(
+        min_length=1, description="ms://owner/name, hf://owner/name, a folder, or 'quickstart': the quickstart's small model"
+    )
+    cls: str = Field("transformers", min_length=1, description="the backend: a name of kind 'model'")
+    mixed_precision: Literal["bf16", "fp16", "fp8", "no"] = Field("bf16", description="'no' is fp32: for a CPU without bf16")
+    gradient_checkpointing: bool | None = Field(None, description="less memory, 30-50 % slower; off unless asked")
+    trust_remote_code: bool = Field(False, description="run Python code that comes with the model")
+    arguments: dict[str, Any] = Field(default_factory=dict, description="further arguments of the backend's constructor")
+
+
+class AdapterConfig(_Strict):
+    """A LoRA; null instead of it trains all weights."""
+
+    name: str = Field("default", min_length=1)
+    r: PositiveInt = Field(8, description="rank")
+    lora_alpha: float = Field(16, gt=0, description="the update is scaled by lora_alpha / r")
+    lora_dropout: float = Field(0.0, ge=0, lt=1)
+    target_modules: str | list[str] = Field("all-linear", description="'all-linear', a regular expression, or a list of names")
+    arguments: dict[str, Any] = Field(default_factory=dict, description="further fields of peft.LoraConfig")
+    path: str | None = Field(None, description="a folder with an adapter to start from; then no other field but name")
+
+    @model_validator(mode="after")
+    def _path_alone(self) -> AdapterConfig:
+        besides = self.model_fields_set - {"path", "name"}
+        if self.path is not None and besides:
+            raise ValueError(f"with 'path' the adapter's own configuration is used; remove {', '.join(sorted(besides))}")
+        return self
+
+
+class TemplateConfig(_Strict):
+    """How a conversation becomes tokens and labels."""
+
+    cls: str = Field("chat", min_length=1, description="a name of kind 'template'")
+    max_length: PositiveInt = Field(8192, description="tokens of a row")
+    truncation_strategy: Literal["raise", "left", "right", "split", "delete"] = Field("raise", description="for longer rows")
+    default_system: str | None = Field(None, description="the system message of conversations without one")
+    train_on: Literal["all", "last"] = Field("all", description="all of the assistant's turns, or the last")
+    arguments: dict[str, Any] = Field(default_factory=dict, description="further arguments of the template")
+
+
+class DatasetConfig(_Strict):
+    """One set of conversations."""
+
+    id: str = Field(min_length=1, description="ms://…, hf://…, a file or folder (json, jsonl, csv, parquet), or bundled://self-cognition")
+    subset: str = "default"
+    split: str = "train"
+    slice: int | Annotated[list[int], Field(min_length=2, max_length=2)] | None = Field(
+        None, description="the first N rows, or [start, stop]"
+    )
+    preprocessor: Named | None = Field(None, description="a name of kind 'preprocessor'; none: rows hold 'messages' already")
+
+
+class DataloaderConfig(_Strict):
+    """How rows are drawn."""
+
+    batch_size: PositiveInt = Field(4, description="rows of a batch")
+    shuffle: bool = True
+    num_workers: int = Field(0, ge=0)
+    drop_last: bool = Field(False, description="leave out an epoch's last batch where it is short")
+
+
+class TrainingConfig(_Strict):
+    """How long, and what is written when. A step is an update of the weights."""
+
+    max_steps: PositiveInt | None = Field(None, description="stop after so many steps; wins over epochs")
+    epochs: PositiveInt = Field(1, description="rounds over the data")
+    gradient_accumulation_steps: PositiveInt = Field(1, description="batches of a step")
+    micro_batch_size: PositiveInt | None = Field(None, description="rows that go through the model at once; null: the batch")
+    max_grad_norm: float = Field(1.0, gt=0)
+    logging_steps: PositiveInt = 1
+    save_steps: PositiveInt | None = Field(None, description="a checkpoint each so many steps; there is one at the end anyway")
+    save_total_limit: PositiveInt | None = Field(None, description="keep the newest so many checkpoints; null: all")
+    eval_steps: PositiveInt | None = Field(None, description="evaluate each so many steps; null: at the end")
+    seed: int = Field(42, ge=0, lt=2**32)
+
+
+def _default_optimizer() -> Component:
+    return Component.model_validate({"cls": "adamw", "lr": 1e-4})
+
+
+def _default_metrics() -> list[Component]:
+    return [Component(cls=name) for name in ("loss", "accuracy", "train")]
+
+
+class TrainConfig(_Strict):
+    """A run of ``twinkle train``."""
+
+    task: Literal["sft"] = Field("sft", description="supervised fine-tuning")
+    model: ModelConfig
+    adapter: AdapterConfig | None = Field(default_factory=AdapterConfig, description="a LoRA; null trains all weights")
+    template: TemplateConfig = Field(default_factory=TemplateConfig)
+    dataset: Annotated[list[DatasetConfig], BeforeValidator(_listed), Field(min_length=1)]
+    dataset_mix: Literal["interleave", "concat"] = Field("interleave", description="how several sets become one")
+    eval_dataset: Annotated[list[DatasetConfig], BeforeValidator(_listed)] = Field(default_factory=list)
+    dataloader: DataloaderConfig = Field(default_factory=DataloaderConfig)
+    processor: Named | None = Field(None, description="padding or packing: a name of kind 'processor'")
+    loss: Named = Field(default_factory=lambda: Component(cls="cross_entropy"))
+    optimizer: Named = Field(default_factory=_default_optimizer)
+    scheduler: Named | None = Field(
+        default_factory=lambda: Component(cls="cosine_warmup"),
+        description="num_training_steps and num_warmup_steps (5 %) are filled in where it has them; null: a constant lr",
+    )
+    metrics: list[Named] = Field(default_factory=_default_metrics)
+    training: TrainingConfig = Field(default_factory=TrainingConfig)
+    output_dir: str = Field("output", min_length=1, description="checkpoints, metrics.jsonl and loss.png")
+
+    @model_validator(mode="after")
+    def _eval_has_data(self) -> TrainConfig:
+        if self.training.eval_steps is not None and not self.eval_dataset:
+            raise ValueError("training.eval_steps is given, but there is no eval_dataset")
+        return self
