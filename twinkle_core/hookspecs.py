@@ -91,7 +91,7 @@ def twinkle_checkpoint_loaded(path: str, session: Session) -> None:
 
 @hookspec
 def twinkle_shutdown() -> None:
-    """The runtime ends."""
+    """The process ends; the interpreter is still whole."""
 
 
 #: the names of all hooks

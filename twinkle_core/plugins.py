@@ -6,6 +6,7 @@ else goes on. What a failed module had registered is taken back. ``TWINKLE_STRIC
 
 from __future__ import annotations
 
+import atexit
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -43,6 +44,7 @@ class Plugins:
         self._records: dict[str, Record] = {}
         self._warned: set[tuple[str, str]] = set()
         self._seen: Index | None = None
+        self._ends = False  # whether the listeners will be told of the end of the process
 
     def hooks(self) -> Any:
         """The caller of hooks: ``hooks().twinkle_after_step(session=..., result=...)``, arguments by keyword.
@@ -149,6 +151,9 @@ class Plugins:
             if self._manager.get_plugin(entry.qualified) is listener:
                 self._manager.unregister(name=entry.qualified)
             raise BadHook(entry.name, None, " ".join(str(error).split())) from None
+        if not self._ends:
+            self._ends = True
+            atexit.register(self._manager.hook.twinkle_shutdown)
 
     def _isolated(self, entry: Entry, hook: str, function: Any) -> Callable[..., Any]:
         @functools.wraps(function)

@@ -28,17 +28,18 @@ def _adapter(folder: Path) -> bytes:
 
 def _program(text: str) -> str:
     """The lines that the command printed."""
-    block = re.search(r"The same in (\d+) lines of Python:\n\n((?:    .*\n)+)", text)
+    block = re.search(r"The same in (\d+) lines of Python and their imports:\n\n((?:    .*\n)+)", text)
     assert block is not None, text
     lines = [line[4:] for line in block[2].splitlines()]
-    assert int(block[1]) == len(lines)
+    own = [line for line in lines if line and not line.startswith(("import ", "from "))]
+    assert int(block[1]) == len(own) == 15
     return "\n".join(lines)
 
 
 @pytest.mark.parametrize("steps", [12, 14], ids=["one epoch", "beyond one"])
 def test_the_printed_program_gives_the_very_weights(twinkle, tmp_path, steps):
     """A bundled set of 96 rows in batches of 8 has 12 steps an epoch."""
-    name = "It's \"Ada\""
+    name = 'It\'s "Ada"'
     status, text = twinkle("quickstart", "--model", "toy", "--steps", steps, "--output", tmp_path / "q", "--name", name)
     assert status == 1 and "It has NOT learnt" in text
     made = _adapter(tmp_path / "q")

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from twinkle_core import errors
+from twinkle_core import errors, hookimpl, plugins
 from twinkle_core.cli.main import main
 
 BUNDLED = "bundled://self-cognition"
@@ -43,6 +43,29 @@ def test_a_run_leaves_checkpoints_metrics_plot_and_its_configuration(config, twi
     assert all({"loss", "lr", "grad_norm", "accuracy", "epoch"} <= set(row) for row in lines(out / "metrics.jsonl"))
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert "CosineWarmup" in text and "18 rows, 9 steps an epoch, 5 steps in all" in text
+
+
+def test_listeners_see_the_configuration_before_the_run(config, twinkle):
+    """And each step of it, in order."""
+    seen = []
+
+    class Watch:
+        @staticmethod
+        @hookimpl
+        def twinkle_configure(config):
+            seen.append(("configure", config.training.max_steps))
+
+        @staticmethod
+        @hookimpl
+        def twinkle_after_step(result):
+            seen.append(("step", result.cur_step))
+
+    plugins.register(Watch, "watch")
+    try:
+        assert twinkle("train", config())[0] == 0
+    finally:
+        plugins.unregister("watch")
+    assert seen[0][0] == "configure" and seen[1:] == [("step", n) for n in range(1, len(seen))] and len(seen) > 2
 
 
 def test_the_written_configuration_gives_the_same_run(config, twinkle, tmp_path, lines):

@@ -47,9 +47,7 @@ class Doubling(nn.Linear):
 def test_values_and_gradients_equal_the_plain_formula(trainable, entropies, chunk, temperature, bias):
     layer, hidden, labels = case(trainable, bias)
     weights = torch.randn(2, 7, dtype=torch.float64)  # a different incoming gradient for each token
-    got = token_logps(
-        hidden, layer, labels, temperature=temperature, entropies=entropies, predictions=True, chunk_size=chunk
-    )
+    got = token_logps(hidden, layer, labels, temperature=temperature, entropies=entropies, predictions=True, chunk_size=chunk)
     want = plain(layer(hidden), labels, temperature)
     torch.testing.assert_close(got[0], want[0])
     assert torch.equal(got[2], want[2])
@@ -112,9 +110,7 @@ def test_a_hook_on_the_layer_is_not_passed_by():
 def test_logits_road(temperature, chunk):
     layer, hidden, labels = case(False)
     logits = layer(hidden).detach().requires_grad_(True)
-    got = logps_from_logits(
-        logits, labels, temperature=temperature, entropies=True, predictions=True, chunk_size=chunk
-    )
+    got = logps_from_logits(logits, labels, temperature=temperature, entropies=True, predictions=True, chunk_size=chunk)
     want = plain(logits, labels, temperature)
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b)
@@ -131,9 +127,7 @@ def test_logits_road(temperature, chunk):
 def test_without_a_label_there_is_still_a_graph(trainable, layer_type):
     layer = layer_type(D, V).requires_grad_(trainable)
     hidden = torch.randn(2, 3, D, requires_grad=True)
-    logps, entropies, predictions = token_logps(
-        hidden, layer, torch.full((2, 3), -100), entropies=True, predictions=True
-    )
+    logps, entropies, predictions = token_logps(hidden, layer, torch.full((2, 3), -100), entropies=True, predictions=True)
     assert torch.equal(logps, torch.zeros(2, 3)) and torch.equal(entropies, torch.zeros(2, 3))
     assert torch.equal(predictions, torch.full((2, 3), -100))
     logps.sum().backward()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 
 import pytest
 
@@ -213,3 +215,17 @@ def test_a_module_that_two_entries_name_hears_each_hook_once(site):
 
         assert len(shared_hooks.calls) == count
     assert states(names) == {"one": "loaded", "two": "loaded"}
+
+
+def test_listeners_are_told_of_the_end_of_the_process(tmp_path):
+    program = """
+from types import SimpleNamespace
+from twinkle_core import hookimpl, registry
+@hookimpl
+def twinkle_shutdown():
+    print("told")
+registry.process().plugins().register(SimpleNamespace(twinkle_shutdown=twinkle_shutdown), "mine")
+print("end")
+"""
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert run.stdout.split() == ["end", "told"], run.stderr

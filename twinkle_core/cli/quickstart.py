@@ -96,7 +96,8 @@ def run(args: argparse.Namespace) -> int:
     _leave(plan, choice, adapter)
     seconds = time.perf_counter() - began
     lines = program(plan.config, choice.id, current.total, len(current.loader))
-    print(f"\nThe same in {len(lines)} lines of Python:\n\n" + "\n".join(f"    {line}" for line in lines) + "\n")
+    count = len([line for line in lines if line and not line.startswith(("import ", "from "))])
+    print(f"\nThe same in {count} lines of Python and their imports:\n\n" + "\n".join(f"    {line}" for line in lines) + "\n")
     return _verdict(args.name, after, choice, seconds)
 
 

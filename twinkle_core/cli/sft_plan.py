@@ -99,9 +99,7 @@ def _arguments(target: Any, given: Iterable[str], place: Place, source: Source, 
             yield source.origin((*place, key)), str(error)
 
 
-def _trial(
-    kind: str, part: Component, resolved: Any, place: Place, source: Source, total: int = 10**9
-) -> Iterator[Fault]:
+def _trial(kind: str, part: Component, resolved: Any, place: Place, source: Source, total: int = 10**9) -> Iterator[Fault]:
     """Build it once over a stand-in: a value that its constructor refuses shows now, not when the model is loaded."""
     try:
         if kind == "optimizer" and callable(resolved):

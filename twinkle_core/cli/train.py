@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from twinkle_core import errors, settings
+from twinkle_core import errors, plugins, settings
 from twinkle_core.cli import checkpoints
 
 if TYPE_CHECKING:
@@ -59,6 +59,7 @@ def run(args: argparse.Namespace) -> int:
         raise errors.NoConfigGiven()
     settings.wait_passively()
     config, source = load(args.config, overrides)
+    plugins.hooks().twinkle_configure(config=config)
     resume = (own["resume"] or checkpoints.AUTO) if "resume" in own else args.resume
 
     from twinkle_core.cli import sft, sft_plan

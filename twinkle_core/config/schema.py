@@ -88,7 +88,9 @@ class TemplateConfig(_Strict):
 class DatasetConfig(_Strict):
     """One set of conversations."""
 
-    id: str = Field(min_length=1, description="ms://…, hf://…, a file or folder (json, jsonl, csv, parquet), or bundled://self-cognition")
+    id: str = Field(
+        min_length=1, description="ms://…, hf://…, a file or folder (json, jsonl, csv, parquet), or bundled://self-cognition"
+    )
     subset: str = "default"
     split: str = "train"
     slice: int | Annotated[list[int], Field(min_length=2, max_length=2)] | None = Field(

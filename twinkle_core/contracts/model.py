@@ -128,9 +128,7 @@ class TwinkleModel(ABC):
 
     @remote_function(dispatch="all", collect="first")
     @abstractmethod
-    def flush(
-        self, max_grad_norm: float = 1.0, norm_type: float = 2, *, adapter_name: str | None = None
-    ) -> float | None:
+    def flush(self, max_grad_norm: float = 1.0, norm_type: float = 2, *, adapter_name: str | None = None) -> float | None:
         """Close a short window (the end of an epoch), on all ranks together: clip, step, zero_grad, lr_step. None if empty."""
 
     @remote_function(dispatch="all", collect="none")

@@ -24,9 +24,7 @@ class MSELoss(Loss):
     scope = "token"
     token_local = True
 
-    def __call__(
-        self, inputs: InputFeature, outputs: ModelOutput, *, targets: torch.Tensor | None = None
-    ) -> LossOutput:
+    def __call__(self, inputs: InputFeature, outputs: ModelOutput, *, targets: torch.Tensor | None = None) -> LossOutput:
         """Weight: tokens that count."""
         goal = targets if targets is not None else inputs.get("labels")
         if goal is None:

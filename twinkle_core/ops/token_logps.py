@@ -127,7 +127,6 @@ def _statistics(
     return logps, total, entropy, guess
 
 
-
 def _logits(rows: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
     z = torch.nn.functional.linear(rows, weight, bias)
     z = z if z.dtype in (torch.float32, torch.float64) else z.float()

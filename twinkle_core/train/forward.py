@@ -196,9 +196,7 @@ class ForwardVerbs(Sessions):
         losses.check_labels(loss, rows)
         session.window.check_size(gradient_accumulation_steps)
         session.window.check_backward()
-        batches = self.engine.prepare(
-            self._resolved(session), rows, micro_batch_size=micro_batch_size, loss_args=loss_args
-        )
+        batches = self.engine.prepare(self._resolved(session), rows, micro_batch_size=micro_batch_size, loss_args=loss_args)
         session.window.resize(gradient_accumulation_steps)
         needs = losses.engine_needs(loss, session.metrics[True])
         sums: list[LossOutput] = []
@@ -331,4 +329,3 @@ def _weight(loss: LossOutput) -> Any:
 def _shown(output: ModelOutput, logits: bool) -> ModelOutput:
     """A copy for the caller: what they do to it does not reach what is kept."""
     return ModelOutput({k: v for k, v in output.items() if logits or k != "logits"})
-

@@ -56,9 +56,7 @@ class StorageVerbs(Sessions):
         return str(path)
 
     @one_at_a_time
-    def load(
-        self, name: str, output_dir: str | Path | None = None, *, adapter_name: str | None = None
-    ) -> dict[str, Any]:
+    def load(self, name: str, output_dir: str | Path | None = None, *, adapter_name: str | None = None) -> dict[str, Any]:
         """Load the weights of ``output_dir/name`` (also a plain PEFT or model folder) into the adapter or the base model.
 
         An open accumulation window is given up: its gradients belong to the weights before.

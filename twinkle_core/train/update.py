@@ -111,9 +111,7 @@ class UpdateVerbs(ForwardVerbs):
         return self._close(session, max_grad_norm, norm_type)
 
     @one_at_a_time
-    def flush(
-        self, max_grad_norm: float = 1.0, norm_type: float = 2, *, adapter_name: str | None = None
-    ) -> float | None:
+    def flush(self, max_grad_norm: float = 1.0, norm_type: float = 2, *, adapter_name: str | None = None) -> float | None:
         """Close a short window (the end of an epoch): clip, step, zero_grad, lr_step, divided by what it really held.
 
         All data ranks call it together; one whose window is empty takes part while another's is not.

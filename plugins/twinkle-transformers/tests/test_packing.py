@@ -57,9 +57,7 @@ def mamba():
 def bert():
     from transformers import BertConfig
 
-    return BertConfig(
-        vocab_size=264, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64
-    )
+    return BertConfig(vocab_size=264, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64)
 
 
 @pytest.mark.parametrize(("config", "told"), [(mamba, "state along the sequence"), (bert, "attention")])
