@@ -148,7 +148,7 @@ def _distributions(path: Sequence[str] | None) -> Iterable[Any]:
 def distribution(name: str, path: Sequence[str] | None = None) -> Any:
     """The distribution of that normalised name; None when there is none."""
     for dist in _distributions(path):
-        if normalise(attempt(lambda dist=dist: dist.metadata["Name"]).value or "") == name:  # type: ignore[misc]
+        if normalise(attempt(lambda dist=dist: dist.metadata.get("Name")).value or "") == name:  # type: ignore[misc]
             return dist
     return None
 
@@ -162,7 +162,7 @@ def _read(dist: Any) -> tuple[str, int, list[Entry]] | None:
     text = dist.read_text("entry_points.txt")
     if not text or "[twinkle." not in text:
         return None
-    written = dist.metadata["Name"]
+    written = dist.metadata.get("Name")
     if not written:
         raise ValueError("its metadata gives no Name")
     name, version = normalise(written), str(dist.version or "0")
