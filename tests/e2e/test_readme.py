@@ -26,7 +26,9 @@ def test_the_loop_runs_as_written(tiny, tmp_path, monkeypatch):
             file.write(json.dumps({"messages": turns}) + "\n")
     monkeypatch.chdir(tmp_path)
     namespace: dict[str, object] = {}
-    exec(compile(loop.replace("'ms://Qwen/Qwen3.5-4B'", repr(str(tiny))), "README.md", "exec"), namespace)
+    program, count = re.subn(r'^MODEL = "[^"]+"', f"MODEL = {str(tiny)!r}", loop, flags=re.M)
+    assert count == 1
+    exec(compile(program, "README.md", "exec"), namespace)
     model = namespace["model"]
     assert model.sessions["default"].cur_step == 2  # 20 rows of batch 8 are 3 backwards: a window of 2, and a short one
     state = json.loads((tmp_path / "output" / "last" / "trainer_state.json").read_text("utf-8"))
