@@ -537,6 +537,13 @@ class BadRow(TwinkleError, ValueError):
 # ---------------------------------------------------------------------------------------------------- training
 
 
+class BadArgument(TwinkleError, ValueError):
+    """A value that a parameter can't have. Nothing was changed."""
+
+    def __init__(self, name: str, value: object, allowed: str) -> None:
+        super().__init__(f"{name}={value!r}: it must be {allowed}.")
+
+
 class BadWindowSize(TwinkleError, ValueError):
     """gradient_accumulation_steps that is no positive whole number."""
 
@@ -601,6 +608,17 @@ class NoForward(TwinkleError, RuntimeError):
         super().__init__(
             f"{verb}() of {_whose(adapter)} has no forward to work on: call forward({_by_name(adapter)}) first. "
             f"Each forward has one backward."
+        )
+
+
+class NotInForward(NoForward):
+    """A loss set after a forward that did not compute what it reads."""
+
+    def __init__(self, loss: str, missing: Iterable[str], adapter: str) -> None:
+        TwinkleError.__init__(
+            self,
+            f"{loss} needs {_listed(missing)}, which the last forward of {_whose(adapter)} did not compute: it was made for "
+            f"the loss before.\n    call it again after set_loss(...)",
         )
 
 
@@ -678,7 +696,10 @@ class BadLossWeight(TwinkleError, ValueError):
     """A loss weight that is no count."""
 
     def __init__(self, weight: float) -> None:
-        super().__init__(f"the weight of the window is {weight}: a loss must return how many items its sum is over, 0 or more.")
+        super().__init__(
+            f"the weight of the window is {weight}: a loss must return how many items its sum is over, 0 or more.\n"
+            f"    weights and optimizer are unchanged; the accumulation window was dropped"
+        )
 
 
 class NonFiniteGradients(TwinkleError, ArithmeticError):
@@ -759,10 +780,10 @@ class BadCheckpointName(TwinkleError, ValueError):
 
 
 class CheckpointInTheWay(TwinkleError, FileExistsError):
-    """Something that is no checkpoint stands where one is to be written."""
+    """Something that is no checkpoint, or more than one, stands where one is to be written."""
 
-    def __init__(self, path: str) -> None:
-        super().__init__(f"'{path}' is there and is not a checkpoint, so it is not replaced. Choose another name, or move it.")
+    def __init__(self, path: str, why: str = "is there and is not a checkpoint, so it is not replaced") -> None:
+        super().__init__(f"'{path}' {why}. Choose another name, or move it.")
 
 
 class CheckpointNotWritten(TwinkleError, OSError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 
 import pytest
@@ -12,6 +13,7 @@ from torch.optim import lr_scheduler
 from twinkle_core.contracts.loss import Loss
 from twinkle_core.errors import (
     AlreadyBuilt,
+    BadArgument,
     BadOptimizer,
     BadScheduler,
     NoOptimizer,
@@ -148,6 +150,82 @@ def test_an_optimizer_of_ones_own(model):
     assert model.sessions[""].optimizer is own
 
 
+def test_what_an_optimizer_leaves_out_is_told_and_never_enters_a_later_window(model, caplog):
+    """Gradients of parameters that nothing trains are cleared with all others: a later optimizer starts from one window."""
+    module = model.engine.module
+    with caplog.at_level(logging.WARNING, logger="twinkle"):
+        model.set_optimizer(torch.optim.SGD(module.output_layer.parameters(), lr=0.0))
+    assert "7 trainable parameter(s) are not in the optimizer" in caplog.text and "embed.weight" in caplog.text
+    for _ in range(3):
+        model.forward_backward(ROWS)
+        model.clip_grad_and_step()
+    assert all(p.grad is None for p in module.parameters())
+    model.forward_backward(ROWS, gradient_accumulation_steps=2)
+    model.set_optimizer("sgd", lr=0.0)
+    model.forward_backward(ROWS)
+    norm = model.clip_grad_norm(math.inf)
+    model.zero_grad()
+    model.forward_backward(ROWS, gradient_accumulation_steps=1)
+    assert model.clip_grad_norm(math.inf) == pytest.approx(norm)
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs", "error", "text"),
+    [
+        ("adamw", {"lr": "1e-4"}, BadArgument, "lr='1e-4'"),
+        ("adamw", {"lr": None}, BadArgument, "lr=None"),
+        ("adamw", {"lr": math.inf}, BadArgument, "lr=inf"),
+        ("adamw", {"lr": -1.0}, BadArgument, "lr=-1.0"),
+        ("adamw", {"weight_decay": "0.1"}, BadArgument, "weight_decay='0.1'"),
+        ("adamw", {"betas": 0.9}, BadOptimizer, "AdamW.*betas=0.9"),
+        ("sgd", {"momentum": -1.0}, BadOptimizer, "SGD.*momentum=-1.0"),
+        (torch.optim.SparseAdam, {}, BadOptimizer, "sparse gradients"),
+    ],
+)
+def test_values_that_an_optimizer_cannot_use_are_told(model, name, kwargs, error, text):
+    model.set_optimizer("sgd")
+    live = model.sessions[""].optimizer
+    with pytest.raises(error, match=text):
+        model.set_optimizer(name, **kwargs)
+    assert model.sessions[""].optimizer is live
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs", "text"),
+    [
+        ("cosine_warmup", {"num_training_steps": "10"}, "num_training_steps='10'"),
+        ("cosine_warmup", {"num_training_steps": None}, "num_training_steps=None"),
+        ("linear_warmup", {"num_training_steps": 9, "num_warmup_steps": 2.5}, "num_warmup_steps=2.5"),
+        ("constant", {"num_warmup_steps": -1}, "num_warmup_steps=-1"),
+        ("cosine_warmup", {"num_training_steps": 9, "min_lr_ratio": 5}, "min_lr_ratio=5"),
+        ("step_lr", {"step_size": 0}, "StepLR.*step_size=0"),
+        ("step_lr", {"step_size": "2"}, "StepLR.*step_size='2'"),
+        ("one_cycle_lr", {"max_lr": 1.0, "total_steps": "9"}, "OneCycleLR.*total_steps"),
+        (lr_scheduler.ReduceLROnPlateau, {}, "ReduceLROnPlateau.*metrics"),
+    ],
+)
+def test_values_that_a_scheduler_cannot_use_are_told_before_rates_change(model, name, kwargs, text):
+    model.set_optimizer("sgd", lr=0.5)
+    model.set_lr_scheduler("constant")
+    session = model.sessions[""]
+    live, before = session.scheduler, [dict(g, params=None) for g in session.optimizer.param_groups]
+    with pytest.raises(BadScheduler, match=text):
+        model.set_lr_scheduler(name, **kwargs)
+    assert session.scheduler is live and [dict(g, params=None) for g in session.optimizer.param_groups] == before
+
+
+def test_values_of_the_other_verbs_are_told(model):
+    for call in (
+        lambda: model.add_metric("loss", "x"),
+        lambda: model.calculate_metric("x"),
+        lambda: model.forward_only(ROWS, adapter_name=5),
+        lambda: model.set_optimizer(adapter_name=["a"]),
+        lambda: model.remove_adapter(5),
+    ):
+        with pytest.raises(BadArgument):
+            call()
+
+
 def test_nothing_to_train_is_told():
     module = TinyLM().requires_grad_(False)
     with pytest.raises(NoTrainableParameters, match="base model"):
@@ -244,6 +322,37 @@ def test_a_schedule_needs_an_optimizer_and_its_own(model):
 
 
 # ------------------------------------------------------------------------------------------------ metrics and the table
+
+
+def test_a_call_that_failed_is_in_no_metric(model):
+    """The second micro-batch fails, so the window that holds the first is dropped."""
+    model.add_metric("loss", True)
+    model.add_metric("accuracy", True)
+    calls = []
+
+    def fails(inputs, outputs):
+        calls.append(outputs)
+        if len(calls) == 2:
+            raise ZeroDivisionError
+        return outputs.logits.square().mean() * 1000
+
+    model.set_loss(fails)
+    with pytest.raises(ZeroDivisionError):
+        model.forward_backward(ROWS, micro_batch_size=1)
+    assert model.calculate_metric() == {}
+    model.set_loss("cross_entropy")
+    loss = float(model.forward_backward(ROWS, micro_batch_size=1))
+    numbers = model.calculate_metric()
+    assert numbers["loss"] == pytest.approx(loss) and "accuracy" in numbers
+
+
+def test_a_metric_added_after_the_forward_leaves_it_out(model, caplog):
+    model.forward(ROWS)
+    model.add_metric("accuracy", True)
+    with caplog.at_level(logging.WARNING, logger="twinkle"):
+        model.backward()
+    assert "AccuracyMetric leaves out a batch: its forward did not compute predictions" in caplog.text
+    assert model.calculate_metric() == {}
 
 
 def test_metrics_of_both_modes_are_apart(model):

@@ -14,6 +14,7 @@ from twinkle_core.errors import (
     LabelsMissing,
     NoForward,
     NoTemplate,
+    NotInForward,
     UnknownAdapter,
     Unsupported,
     WhichAdapter,
@@ -59,6 +60,61 @@ def test_B58_an_evaluation_does_not_replace_a_training_forward():
     assert model.calculate_loss(adapter_name="a") == 0.0
     model.backward(adapter_name="a")
     assert model.calculate_loss(adapter_name="a") == 25.0, "now the evaluation is the last forward there is"
+
+
+def test_an_evaluation_before_a_training_forward_is_not_taken_for_it():
+    model, _ = tenants()
+    for train in (
+        lambda: (model.forward(point(1, 5), adapter_name="a"), model.backward(adapter_name="a")),
+        lambda: model.forward_backward(point(1, 5), adapter_name="a"),
+    ):
+        model.forward_only(point(2, 5), adapter_name="a")
+        train()
+        with pytest.raises(NoForward):
+            model.calculate_loss(adapter_name="a")
+
+
+def through_the_output_layer():
+    """A loss that runs the output layer itself."""
+
+    def loss(inputs, outputs):
+        return outputs.output_layer(outputs.hidden).sum()
+
+    loss.needs = {"hidden"}
+    return loss
+
+
+def test_the_loss_of_an_evaluation_is_that_of_its_adapter_and_without_dropout():
+    model, module = tenants()
+    active, training = [], []
+
+    class Layer(torch.nn.Identity):
+        def forward(self, x):
+            active.append(module.active)
+            training.append(self.training)
+            return super().forward(x)
+
+    module.output_layer = Layer()
+    model.set_loss(through_the_output_layer(), adapter_name="a")
+    rows = point(1, 5)
+    model.forward_only(rows, adapter_name="a", return_logits=False, disable_lora=True)
+    assert model.calculate_loss(adapter_name="a") == 2.0
+    model.forward_only(rows, adapter_name="a", return_logits=False)
+    model.calculate_loss(adapter_name="a")
+    model.forward(rows, adapter_name="a", return_logits=False)
+    model.calculate_loss(adapter_name="a")
+    assert active == ["", "a", "a"] and training == [False, False, True]
+
+
+def test_a_loss_set_after_the_forward_needs_what_that_computed():
+    model = session_model(TinyLM())
+    for forward in (model.forward, model.forward_only):
+        forward(random_rows([3]), return_logits=False)
+        model.set_loss(through_the_output_layer())
+        with pytest.raises(NotInForward, match=r"needs hidden.*did not compute"):
+            model.calculate_loss()
+        model.set_loss("cross_entropy")
+        assert model.calculate_loss() > 0
 
 
 def test_split_verbs_and_forward_backward_give_the_same_gradients():

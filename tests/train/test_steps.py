@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from twinkle_core.errors import (
+    BadArgument,
     BadLossResult,
     BadLossWeight,
     NonFiniteGradients,
@@ -17,6 +18,7 @@ from twinkle_core.errors import (
     WindowSizeChanged,
     WrongArgument,
 )
+from twinkle_core.metrics.loss import LossMetric
 from twinkle_core.testing.adapters import ToyAdapters, ToyLinear
 from twinkle_core.testing.engines import CallbackEngine, OneOfTwoRanks, ToyEngine, session_model
 from twinkle_core.testing.toys import TinyLM, TwoWords, random_rows, row
@@ -424,11 +426,121 @@ def test_a_norm_that_overflows_is_no_gradient_that_does():
 
 
 def test_a_weight_that_is_no_count_is_refused():
-    model, _ = two_words()
-    model.set_loss(lambda inputs, outputs: LossOutput(outputs.logits.sum(), -1.0))
+    """What a tensor holds is seen when the window closes; either way the next window starts with nothing of this one."""
+    for weight in (torch.tensor(-1.0), torch.tensor(math.nan)):
+        model, w = two_words()
+        model.set_loss(lambda inputs, outputs, weight=weight: LossOutput(outputs.logits.sum(), weight))
+        model.forward_backward(M1)
+        with pytest.raises(BadLossWeight, match=r"-1|nan"):
+            model.step()
+        assert w.grad is None and model.sessions[""].window.count == 0
+        model.set_loss("cross_entropy")
+        model.forward_backward(M1)
+        assert seen(model, w) == pytest.approx([-0.5, 0.5])
+
+
+@pytest.mark.parametrize("weight", [None, "3", -1.0, math.nan, math.inf, torch.ones(3)], ids=str)
+@pytest.mark.parametrize("split", [False, True])
+def test_a_weight_that_cannot_be_counted_is_told_before_the_backward(weight, split):
+    model, w = two_words()
+    model.set_loss(lambda inputs, outputs, *, k=weight: LossOutput(outputs.logits.sum(), k))
+    with pytest.raises(BadLossResult, match="weight"):
+        if split:
+            model.forward(M1)
+            model.backward()
+        else:
+            model.forward_backward(M1)
+    assert w.grad is None and model.sessions[""].window.count == 0
+    model.set_loss("cross_entropy")
     model.forward_backward(M1)
-    with pytest.raises(BadLossWeight, match="-1"):
-        model.step()
+    assert seen(model, w) == pytest.approx([-0.5, 0.5])
+
+
+def test_a_loss_without_a_graph_is_told():
+    model, _ = two_words()
+    model.set_loss(lambda inputs, outputs: outputs.logits.detach().sum())
+    with pytest.raises(BadLossResult, match="no graph"):
+        model.forward_backward(M1)
+    model.forward(M1)
+    with pytest.raises(BadLossResult, match="no graph"):
+        model.backward()
+
+
+@pytest.mark.parametrize("bound", [-1.0, 0, math.nan, None, "1", True], ids=str)
+@pytest.mark.parametrize("verb", ["clip_grad_norm", "clip_grad_and_step", "flush"])
+def test_a_bound_that_is_none_is_told_before_gradients_are_touched(bound, verb):
+    model, w = two_words()
+    model.forward_backward([row([1, 1])])
+    before = w.grad.clone()
+    with pytest.raises(BadArgument, match="max_grad_norm"):
+        getattr(model, verb)(bound)
+    with pytest.raises(BadArgument, match="norm_type"):
+        getattr(model, verb)(1.0, bound)
+    assert torch.equal(w.grad, before) and not model.sessions[""].window.normalised
+    assert getattr(model, verb)(math.inf) == pytest.approx(math.sqrt(0.5))
+
+
+@pytest.mark.parametrize("temperature", [0, -1.0, math.nan, math.inf, None, "1"], ids=str)
+def test_a_temperature_that_divides_nothing_is_told(temperature):
+    model, _ = two_words()
+    for verb in (model.forward, model.forward_only, model.forward_backward):
+        with pytest.raises(BadArgument, match="temperature"):
+            verb(M1, temperature=temperature)
+    assert not model.engine.calls
+
+
+def two_tenants_fp16():
+    module = ToyLinear()
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    model = SessionModel(ToyEngine(module, scaler=scaler), ToyAdapters(module))
+    for name in ("a", "b"):
+        model.add_adapter_to_model(name, 1.0)
+        model.set_optimizer("sgd", lr=1.0, weight_decay=0.0, adapter_name=name)
+    model.set_loss("mse", adapter_name="")
+    return model, module
+
+
+@pytest.mark.parametrize("overflow", [False, True])
+def test_two_adapters_of_one_scaler_take_their_verbs_apart(overflow):
+    """Clip a, clip b, step a, step b: b is divided by the scale once, whatever became of a."""
+    model, module = two_tenants_fp16()
+    model.forward_backward([row([4], [1])], adapter_name="b")  # (3 - 4)^2: gradients -2
+    if overflow:
+        model.set_loss(lambda inputs, outputs: outputs["values"].sum() * torch.inf, adapter_name="a")
+        model.sessions["a"].loss.needs = frozenset({"values"})
+    model.forward_backward([row([4], [1])], adapter_name="a")
+    model.clip_grad_norm(math.inf, adapter_name="a")
+    assert model.clip_grad_norm(math.inf, adapter_name="b") == pytest.approx(math.sqrt(8))
+    assert model.step(adapter_name="a") is not overflow
+    assert model.step(adapter_name="b")
+    assert module.lora["b"]["B"].item() == pytest.approx(3.0)
+    assert module.lora["a"]["B"].item() == pytest.approx(1.0 if overflow else 3.0)
+    assert model.engine.scaler.get_scale() == (512.0 if overflow else 1024.0)
+
+
+def test_gradients_that_overflow_by_normalising_are_not_stepped_with():
+    """The scaler saw them finite; the weights must still be left alone."""
+    model, w = two_words(scaler=torch.amp.GradScaler("cpu", init_scale=1024.0))
+    model.set_loss(lambda inputs, outputs: LossOutput(outputs.logits.sum(), 1e-40))
+    model.forward_backward(M1)
+    assert model.clip_grad_norm(math.inf) == math.inf and not model.step()
+    assert w.flatten().tolist() == [0, 0]
+
+
+def test_what_a_metric_raises_costs_the_schedule_no_step():
+    class Bad(LossMetric):
+        def on_step(self, result):
+            raise ValueError("metric")
+
+    model, _ = two_words()
+    model.set_lr_scheduler("step_lr", step_size=1, gamma=0.1)
+    model.add_metric(Bad, True)
+    for lr in (0.1, 0.01):
+        model.forward_backward(M1)
+        with pytest.raises(ValueError, match="metric"):
+            model.clip_grad_and_step()
+        assert model.sessions[""].optimizer.param_groups[0]["lr"] == pytest.approx(lr)
+    assert model.sessions[""].cur_step == 2
 
 
 # ------------------------------------------------------------------------------------------------ losses that fail

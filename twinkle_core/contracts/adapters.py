@@ -65,6 +65,10 @@ class AdapterStore(ABC):
     def read(self, name: str, folder: Path) -> dict[str, torch.Tensor]:
         """The tensors that ``write`` wrote, for ``load_state_dict``. Changes nothing."""
 
+    def check_compatible(self, name: str, folder: Path) -> None:  # noqa: B027  (optional)
+        """Raise CheckpointMismatch if the weights in ``folder`` would compute something else in this adapter than in the one
+        they were saved from, though keys and shapes are the same (a scale, a method). Called before anything is loaded."""
+
     def describe(self, name: str) -> dict[str, Any]:
         """Facts for ``get_train_configs``: rank, alpha, targets."""
         return {}

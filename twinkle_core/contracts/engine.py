@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -88,6 +89,11 @@ class Engine(ABC):
         """Backward through a loss sum. Needs the capability SPLIT_STEP."""
         raise TypeError(f"{type(self).__name__} has no split step")
 
+    def mode(self, train: bool) -> AbstractContextManager[Any]:
+        """The model's flags (dropout) and gradients as in a forward of this mode. ``calculate_loss`` computes inside: a loss
+        may run the output layer itself. On leaving: what was found. Default: nothing."""
+        return nullcontext()
+
     @abstractmethod
     def make_optimizer(
         self, cls: Any, parameters: Mapping[str, torch.nn.Parameter], kwargs: Mapping[str, Any]
@@ -117,6 +123,10 @@ class Engine(ABC):
     @abstractmethod
     def zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
         """Drop the gradients of this optimizer's parameters, and whatever the engine remembers of their window."""
+
+    def loss_scale(self) -> float:
+        """What gradients that ``finish_grads`` has not seen are multiplied by: a gradient scaler's scale, else 1."""
+        return 1.0
 
     def all_reduce(self, x: torch.Tensor, over: str = "dp") -> torch.Tensor:
         """Sum over the ranks of a mesh dimension. Default: one rank."""

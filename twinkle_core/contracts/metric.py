@@ -23,7 +23,8 @@ class StepResult:
 class Metric(ABC):
     """A quantity gathered over calls, reduced over ranks, read once. State is merged, then computed: never a mean of means."""
 
-    #: fields of ModelOutput that it reads, besides ``loss`` and ``num_items``, which are always there in training
+    #: fields of ModelOutput that it reads, besides ``loss`` and ``num_items``, which are always there in training. It is given
+    #: no others, and no batch whose forward did not compute them
     needs: ClassVar[frozenset[str]] = frozenset()
 
     @abstractmethod

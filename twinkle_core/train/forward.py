@@ -13,12 +13,16 @@ from twinkle_core.contracts.adapters import BASE
 from twinkle_core.contracts.engine import GENERATE, Batch
 from twinkle_core.contracts.metric import Metric
 from twinkle_core.contracts.model import Inputs
-from twinkle_core.errors import EmptyBatch, NoForward, NoTemplate, Unsupported
-from twinkle_core.train import losses, micro, normalise
+from twinkle_core.errors import EmptyBatch, NoForward, NoTemplate, NotInForward, Unsupported
+from twinkle_core.log import get_logger
+from twinkle_core.train import limits, losses, micro, normalise
 from twinkle_core.train.prepare import count_rows
 from twinkle_core.train.session import Pending, Session
 from twinkle_core.train.sessions import Sessions, one_at_a_time
 from twinkle_core.types import LossOutput, ModelOutput
+
+#: outputs that are too large to be kept for each micro-batch
+LARGE = frozenset({"logits", "hidden"})
 
 
 class ForwardVerbs(Sessions):
@@ -43,8 +47,9 @@ class ForwardVerbs(Sessions):
             task: what the model is asked for (``causal_lm``, ``embedding``, …), as far as the backend knows it.
 
         Raises:
-            Unsupported: the backend cannot split a step. EmptyBatch, NoTemplate, BadInputs.
+            Unsupported: the backend cannot split a step. EmptyBatch, NoTemplate, BadInputs, BadArgument.
         """
+        limits.check_temperature(temperature)
         session = self._session(adapter_name)
         self._must_split("forward")
         loss = self._loss(session)
@@ -54,7 +59,8 @@ class ForwardVerbs(Sessions):
         (batch,) = self.engine.prepare(self._resolved(session), rows)
         with self.adapters.activate(session.name):
             output = self.engine.forward(batch, needs, train=True, temperature=temperature, task=task)
-        session.pending[True] = [Pending(batch, output)]
+        session.pending.pop(False, None)  # calculate_loss means the last forward there is
+        session.pending[True] = [Pending(batch, output, session.name, train=True)]
         return _shown(output, return_logits)
 
     @one_at_a_time
@@ -80,6 +86,7 @@ class ForwardVerbs(Sessions):
             return_logits, temperature, task: as for ``forward``.
             micro_batch_size: rows at a time; the outputs are joined in row order.
         """
+        limits.check_temperature(temperature)
         session = self._session(adapter_name)
         loss = self._loss(session)
         rows = self._encode(session, inputs)
@@ -88,6 +95,7 @@ class ForwardVerbs(Sessions):
         needs = losses.engine_needs(loss, metrics, logits=return_logits, labelled=labelled)
         batches = self.engine.prepare(self._resolved(session), rows, micro_batch_size=micro_batch_size)
         wants_loss = any("loss" in m.needs for m in metrics) and losses.complete_without_args(loss)
+        active = BASE if disable_lora else session.name
         parts: list[tuple[Mapping[str, Any], ModelOutput]] = []
         pending: list[Pending] = []
 
@@ -99,10 +107,10 @@ class ForwardVerbs(Sessions):
             self._measure(metrics, batch, output, value)
             parts.append((batch.inputs, output))
             kept = ModelOutput({k: v for k, v in output.items() if k in loss.needs or k == "output_layer"})
-            pending.append(Pending(batch, kept, value))
+            pending.append(Pending(batch, kept, active, train=False, loss=value))
             return value or LossOutput(torch.zeros(()), 0.0)
 
-        with self.adapters.activate(BASE if disable_lora else session.name):
+        with self.adapters.activate(active):
             self.engine.run_schedule(batches, needs, keep, train=False, temperature=temperature, task=task)
         session.pending[False] = pending
         if not parts:
@@ -113,20 +121,19 @@ class ForwardVerbs(Sessions):
     @one_at_a_time
     def calculate_loss(self, *, adapter_name: str | None = None, **loss_args: Any) -> float:
         """The loss (mean per item) of this adapter's training forward that waits for its backward, else of its last
-        ``forward_only``. Waits for the device.
+        ``forward_only``, if no training came after that. Waits for the device.
 
         Args:
             loss_args: for the loss; a training forward that has its loss is computed anew only when some are given.
 
         Raises:
-            NoForward, LabelsMissing, WrongArgument.
+            NoForward, NotInForward, LabelsMissing, WrongArgument.
         """
         session = self._session(adapter_name)
         waiting = session.pending.get(True) or session.pending.get(False)
         if not waiting:
             raise NoForward("calculate_loss", session.name)
-        with self.adapters.activate(session.name):
-            self._losses_of(session, waiting, loss_args)
+        self._losses_of(session, waiting, loss_args)
         total = weight = 0.0
         for part in waiting:
             assert part.loss is not None
@@ -138,7 +145,7 @@ class ForwardVerbs(Sessions):
         """Gradients of the last training forward; its loss is computed if ``calculate_loss`` was not called. Counts one.
 
         Raises:
-            NoForward: there is none, or its backward is done. WindowNotStepped.
+            NoForward: there is none, or its backward is done. NotInForward, WindowNotStepped, BadLossResult.
         """
         session = self._session(adapter_name)
         self._must_split("backward")
@@ -147,15 +154,15 @@ class ForwardVerbs(Sessions):
             raise NoForward("backward", session.name)
         session.window.check_backward()
         (part,) = waiting
+        self._losses_of(session, waiting, {})
+        assert part.loss is not None
         with self.adapters.activate(session.name):
-            self._losses_of(session, waiting, {})
-            assert part.loss is not None
             self._begin(session)
             with self._or_drop(session) as progress:
                 progress.append(True)
                 self.engine.backward(part.loss.sum, sync=session.window.due_after_next())
+                session.window.add(losses.detached(part.loss).weight)
         del session.pending[True]
-        session.window.add(_weight(part.loss))
         session.last_loss = normalise.mean_of(part.loss)
         self._measure(session.metrics[True], part.batch, part.output, part.loss)
 
@@ -185,10 +192,11 @@ class ForwardVerbs(Sessions):
             labelled.
 
         Raises:
-            LabelsMissing, NoTemplate, EmptyBatch, BadInputs, WrongArgument, WindowSizeChanged, WindowNotStepped: nothing was
-            changed. What a loss or model raises leaves the window as it was if no backward had run; otherwise the window's
-            gradients are dropped, and a note on the exception says so.
+            LabelsMissing, NoTemplate, EmptyBatch, BadInputs, BadArgument, WrongArgument, WindowSizeChanged, WindowNotStepped:
+            nothing was changed. What a loss or model raises leaves the window as it was if no backward had run; otherwise the
+            window's gradients are dropped, and a note on the exception says so. Metrics learn of a call that succeeded only.
         """
+        limits.check_temperature(temperature)
         session = self._session(adapter_name)
         loss = self._loss(session)
         losses.check_args(loss, loss_args)
@@ -200,23 +208,31 @@ class ForwardVerbs(Sessions):
         session.window.resize(gradient_accumulation_steps)
         needs = losses.engine_needs(loss, session.metrics[True])
         sums: list[LossOutput] = []
+        at_once, later = _by_size(session.metrics[True])
+        measured: list[tuple[Batch, ModelOutput, LossOutput]] = []
+        session.pending.pop(False, None)
 
         with self.adapters.activate(session.name):
             self._begin(session)
             with self._or_drop(session) as progress:
 
                 def loss_fn(batch: Batch, output: ModelOutput) -> LossOutput:
-                    value = losses.call(loss, batch, output)
+                    value = losses.call(loss, batch, output, train=not batch.dummy)
+                    held = losses.detached(value)
                     if not batch.dummy:
-                        self._measure(session.metrics[True], batch, output, value)
-                    sums.append(LossOutput(value.sum.detach(), _weight(value)))
+                        self._measure(at_once, batch, output, held)
+                        measured.append((batch, _read_by(later, output), held))
+                    sums.append(held)
                     progress.append(True)
                     return value
 
                 self.engine.run_schedule(
                     batches, needs, loss_fn, sync=session.window.due_after_next(), temperature=temperature, task=task
                 )
-        return self._count(session, sums)
+                mean = self._count(session, sums)
+        for batch, output, value in measured:
+            self._measure(later, batch, output, value)
+        return mean
 
     @one_at_a_time
     def generate(
@@ -250,7 +266,7 @@ class ForwardVerbs(Sessions):
     # ------------------------------------------------------------------------------------------------ inside
 
     def _losses_of(self, session: Session, waiting: list[Pending], loss_args: Mapping[str, Any]) -> None:
-        """Compute what is missing of the losses of a forward."""
+        """Compute what is missing of the losses of a forward, with the weights and in the mode that the forward had."""
         loss = self._loss(session)
         if all(part.loss is not None for part in waiting) and not loss_args:
             return
@@ -258,9 +274,13 @@ class ForwardVerbs(Sessions):
         rows = sum(len(part.batch.rows) for part in waiting)
         for part in waiting:
             losses.check_labels(loss, part.batch.inputs)
+            if missing := losses.not_computed(loss, part.output):
+                raise NotInForward(losses.name_of(loss), missing, session.name)
             at = range(part.batch.rows[0], part.batch.rows[-1] + 1) if part.batch.rows else range(0)
             args = micro.cut_args(loss_args, at, rows, self.engine.device)
-            part.loss = losses.call(loss, Batch(part.batch.inputs, part.batch.rows, args, part.batch.dummy), part.output)
+            batch = Batch(part.batch.inputs, part.batch.rows, args, part.batch.dummy)
+            with self.adapters.activate(part.active), self.engine.mode(part.train):
+                part.loss = losses.call(loss, batch, part.output, train=part.train and not part.batch.dummy)
 
     def _begin(self, session: Session) -> None:
         """Begin a window if the last one is finished; it starts with no gradient left."""
@@ -268,9 +288,11 @@ class ForwardVerbs(Sessions):
             self._clear(session)
 
     def _clear(self, session: Session) -> None:
-        """Drop a session's gradients."""
+        """Drop a session's gradients, also those that its optimizer knows nothing of."""
         if session.optimizer is not None:
             self.engine.zero_grad(session.optimizer)
+            for parameter in session.untrained:
+                parameter.grad = None
             return
         for parameter in self.adapters.parameters(session.name).values():
             parameter.grad = None
@@ -319,11 +341,24 @@ class ForwardVerbs(Sessions):
             seen["loss"], seen["num_items"] = normalise.mean_of(loss), loss.weight
             seen["loss_metrics"] = loss.metrics or {}
         for metric in metrics:
+            missing = metric.needs - losses.OF_CORE - seen.keys()
+            if missing:
+                name, fields = type(metric).__name__, ", ".join(sorted(missing))
+                get_logger().warning("%s leaves out a batch: its forward did not compute %s", name, fields)
+                continue
             metric.accumulate(batch.inputs, seen)
 
 
-def _weight(loss: LossOutput) -> Any:
-    return loss.weight.detach() if isinstance(loss.weight, torch.Tensor) else loss.weight
+def _by_size(metrics: list[Metric]) -> tuple[list[Metric], list[Metric]]:
+    """Metrics that read large tensors, which can't be kept until all micro-batches are through, and all others."""
+    at_once = [m for m in metrics if m.needs & LARGE]
+    return at_once, [m for m in metrics if not m.needs & LARGE]
+
+
+def _read_by(metrics: list[Metric], output: ModelOutput) -> ModelOutput:
+    """The part of an output that metrics read, without its graph."""
+    wanted = frozenset[str]().union(*(m.needs for m in metrics))
+    return ModelOutput({k: v.detach() if isinstance(v, torch.Tensor) else v for k, v in output.items() if k in wanted})
 
 
 def _shown(output: ModelOutput, logits: bool) -> ModelOutput:

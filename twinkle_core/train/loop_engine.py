@@ -110,13 +110,16 @@ class LoopEngine(Engine):
         temperature: float = 1.0,
         task: str = "causal_lm",
     ) -> None:
-        with contextlib.nullcontext() if train else evaluating(self.module):
+        with self.mode(train):
             for i, batch in enumerate(batches):
                 output = self.forward(batch, needs, train=train, temperature=temperature, task=task)
                 loss = loss_fn(batch, output)
                 if train:
                     del output  # its tensors are the graph's now; nothing else may keep them alive during backward
                     self.backward(loss.sum, sync=sync and i == len(batches) - 1)
+
+    def mode(self, train: bool) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext() if train else evaluating(self.module)
 
     def backward(self, loss_sum: torch.Tensor, *, sync: bool = True) -> None:
         scaled = loss_sum if self.scaler is None else self.scaler.scale(loss_sum)
@@ -158,21 +161,30 @@ class LoopEngine(Engine):
     def update(self, optimizer: torch.optim.Optimizer) -> bool:
         window = self._windows.get(optimizer)
         finite = window is None or window.finite
-        if self.scaler is not None:
-            self._scaler_step(optimizer)
-        elif finite:
+        if finite:  # asked here and not of the scaler, which has not seen what normalising made of the gradients
             optimizer.step()
+        if self.scaler is not None:
+            self._rescale(optimizer)
         return finite
 
-    def _scaler_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Step and update the scaler. Open windows of other optimizers follow a new scale, which is exact: a power of two."""
+    def _rescale(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let the scaler learn from this window alone, and open windows of other optimizers follow a new scale.
+
+        ``GradScaler.update`` judges and forgets all optimizers that it has unscaled; a second one that is between clipping and
+        its step would be unscaled again. Following a new scale is exact: a power of two.
+        """
         scaler = self.scaler
         assert scaler is not None
-        if not gradients(optimizer):  # the scaler refuses an optimizer in which it saw no gradient
+        states = scaler._per_optimizer_states
+        own = states.pop(id(optimizer), None)
+        if own is None or not own["found_inf_per_device"]:  # it had no gradient
             return
+        others = dict(states)
+        states.clear()
+        states[id(optimizer)] = own
         before = scaler.get_scale()
-        scaler.step(optimizer)
         scaler.update()
+        scaler._per_optimizer_states.update(others)
         after = scaler.get_scale()
         if after != before:
             for other in self._optimizers:
@@ -187,6 +199,9 @@ class LoopEngine(Engine):
             self.scaler._per_optimizer_states.pop(id(optimizer), None)
 
     # ------------------------------------------------------------------------------------------------ state
+
+    def loss_scale(self) -> float:
+        return 1.0 if self.scaler is None else float(self.scaler.get_scale())
 
     def state_dict(self) -> dict[str, Any]:
         return {} if self.scaler is None else {"scaler": dict(self.scaler.state_dict())}

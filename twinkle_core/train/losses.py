@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -13,6 +14,7 @@ from twinkle_core.contracts.engine import Batch
 from twinkle_core.contracts.loss import Loss
 from twinkle_core.contracts.metric import Metric
 from twinkle_core.errors import BadLossResult, LabelsMissing
+from twinkle_core.train.limits import is_number
 from twinkle_core.types import InputFeature, LossOutput, ModelOutput
 
 #: outputs that are computed from labels
@@ -88,13 +90,21 @@ def check_labels(loss: Loss, rows: Any) -> None:
             raise LabelsMissing(name_of(loss), sorted(row))
 
 
+def not_computed(loss: Loss, output: Mapping[str, Any]) -> list[str]:
+    """What a loss reads and an output does not have: it was made for another loss."""
+    return sorted(loss.needs - OF_CORE - output.keys())
+
+
 def has_labels(rows: Any) -> bool:
     """Whether all rows carry labels."""
     return all(row.get("labels") is not None for row in ([rows] if isinstance(rows, Mapping) else rows))
 
 
-def call(loss: Loss, batch: Batch, output: ModelOutput) -> LossOutput:
+def call(loss: Loss, batch: Batch, output: ModelOutput, *, train: bool = False) -> LossOutput:
     """The loss of one micro-batch, checked. The stand-in of a rank without rows has weight 0 and still a graph.
+
+    Args:
+        train: a backward follows, so it must have a graph.
 
     Raises:
         BadLossResult.
@@ -108,7 +118,31 @@ def call(loss: Loss, batch: Batch, output: ModelOutput) -> LossOutput:
     if not isinstance(result.sum, torch.Tensor) or result.sum.dim() != 0:
         shape = f"a tensor {list(result.sum.shape)}" if isinstance(result.sum, torch.Tensor) else type(result.sum).__name__
         raise BadLossResult(name_of(loss), f"LossOutput whose sum is {shape}, not a scalar tensor")
+    if train and not result.sum.requires_grad:
+        raise BadLossResult(name_of(loss), "LossOutput whose sum has no graph, so there is nothing to go back through")
+    _check_weight(name_of(loss), result.weight)
     return result
+
+
+def _check_weight(name: str, weight: Any) -> None:
+    """A number of items. What a tensor holds is seen when the window closes: looking at it here would wait for the device."""
+    if isinstance(weight, torch.Tensor):
+        if weight.dim() != 0:
+            raise BadLossResult(name, f"LossOutput whose weight is a tensor {list(weight.shape)}, not a scalar")
+    elif not is_number(weight):
+        raise BadLossResult(name, f"LossOutput whose weight is {weight!r}, not a number")
+    elif not 0 <= weight < math.inf:
+        raise BadLossResult(name, f"LossOutput whose weight is {weight!r}, which is no count of items")
+
+
+def detached(loss: LossOutput) -> LossOutput:
+    """Its numbers without its graph."""
+
+    def bare(value: Any) -> Any:
+        return value.detach() if isinstance(value, torch.Tensor) else value
+
+    own = {name: (bare(total), bare(weight)) for name, (total, weight) in (loss.metrics or {}).items()}
+    return LossOutput(loss.sum.detach(), bare(loss.weight), own)
 
 
 def _zero(output: ModelOutput) -> torch.Tensor:

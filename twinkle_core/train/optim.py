@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from twinkle_core import arguments
-from twinkle_core.errors import BadOptimizer, CheckpointMismatch, NoTrainableParameters
+from twinkle_core.errors import BadArgument, BadOptimizer, CheckpointMismatch, NoTrainableParameters
+from twinkle_core.train.limits import is_number
 from twinkle_core.train.plain import from_plain, to_plain
 
 #: where a class takes them and the user gave none
@@ -24,8 +26,14 @@ def _takes(cls: Callable[..., Any]) -> set[str]:
 
 
 def check_kwargs(cls: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
-    """Raise WrongArgument for a keyword that the optimizer does not have."""
+    """Raise WrongArgument for a keyword that the optimizer does not have, BadArgument for a rate that is no number."""
     arguments.check(cls, kwargs, positional=1)
+    for key in DEFAULTS.keys() & kwargs.keys() & _takes(cls):
+        value = kwargs[key]
+        if isinstance(value, torch.Tensor) and value.numel() == 1:
+            value = value.item()
+        if not is_number(value) or not 0 <= value < math.inf:
+            raise BadArgument(key, kwargs[key], "a finite number of at least 0")
 
 
 def build(
@@ -56,16 +64,26 @@ def build(
     if decay:
         flat = [p for p in parameters.values() if p.dim() <= 1]
         groups = [{"params": [p for p in parameters.values() if p.dim() > 1]}, {"params": flat, "weight_decay": 0.0}]
-    optimizer = cls([g for g in groups if g["params"]], **settings)
+    try:
+        optimizer = cls([g for g in groups if g["params"]], **settings)
+    except (TypeError, ValueError, AssertionError) as error:
+        raise BadOptimizer(getattr(cls, "__name__", repr(cls)), f"of {described(settings)} it says: {error}") from error
     check_usable(optimizer)
     return optimizer
 
 
+def described(kwargs: Mapping[str, Any]) -> str:
+    """Keyword arguments as they are written in a call."""
+    return ", ".join(f"{k}={v!r}" for k, v in kwargs.items()) or "no arguments"
+
+
 def check_usable(optimizer: Any) -> None:
-    """Raise BadOptimizer if it is none, or needs a closure."""
+    """Raise BadOptimizer if it is none, needs a closure, or gradients of a form that no model here has."""
     name = type(optimizer).__name__
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise BadOptimizer(name, "it is not a torch.optim.Optimizer")
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise BadOptimizer(name, "it takes sparse gradients alone, and a backward gives dense ones; take 'adamw'")
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:
         raise BadOptimizer(name, "its step() needs a closure that computes the loss again")
@@ -80,6 +98,12 @@ def check_covers(optimizer: torch.optim.Optimizer, parameters: Mapping[str, torc
             type(optimizer).__name__,
             f"{foreign} of its parameters are not trainable parameters of this adapter (give the class instead of an instance)",
         )
+
+
+def left_out(optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.nn.Parameter]) -> dict[str, torch.nn.Parameter]:
+    """Trainable parameters that the optimizer does not hold: they get gradients, and nothing uses them."""
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    return {name: p for name, p in parameters.items() if id(p) not in held}
 
 
 def names_of(optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.nn.Parameter]) -> list[list[str]]:

@@ -5,17 +5,69 @@ Each is a closed form of the number of updates, so its state is a few numbers: s
 
 from __future__ import annotations
 
+import copy
 import math
+import warnings
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from twinkle_core.errors import BadScheduler
+from twinkle_core.train.limits import is_number
+from twinkle_core.train.optim import described
+
+#: what a scheduler raises for arguments that it can't count with
+_REFUSALS = (TypeError, ValueError, ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError)
+
+
+def rehearse(spec: Callable[..., Any], optimizer: Optimizer, kwargs: Mapping[str, Any]) -> None:
+    """Make a scheduler and step it once over a copy of the optimizer's groups: some find their arguments wrong only then, and
+    one that fails while it is made has changed learning rates already.
+
+    Raises:
+        BadScheduler.
+    """
+    if "schedulers" in kwargs:  # they hold the optimizer itself, so what is made of them can't be tried elsewhere
+        return
+    stand_in = copy.copy(optimizer)
+    stand_in.param_groups = [
+        {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in group.items()}
+        for group in optimizer.param_groups
+    ]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # no update comes between its making and its step
+            spec(stand_in, **kwargs).step()
+    except BadScheduler:
+        raise
+    except _REFUSALS as error:
+        name = getattr(spec, "__name__", repr(spec))
+        raise BadScheduler(name, f"of {described(kwargs)} it says: {error or type(error).__name__}") from error
 
 
 class _Factor(LRScheduler):
-    """lr = base lr × factor(updates so far)."""
+    """lr = base lr × factor(updates so far).
+
+    Loading a state takes its count of updates and its base learning rates; the plan (``num_training_steps``, ...) stays that of
+    the constructor. So a run can be prolonged: the same plan goes on as it was, another one is entered at that count.
+    """
+
+    plan: tuple[str, ...] = ("num_warmup_steps",)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        same = all(state_dict.get(key) == getattr(self, key) for key in self.plan)
+        super().load_state_dict({k: v for k, v in state_dict.items() if k not in self.plan})
+        if same:
+            return
+        for group, lr in zip(self.optimizer.param_groups, self.get_lr(), strict=True):
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(lr)
+            else:
+                group["lr"] = lr
+        self._last_lr = [group["lr"] for group in self.optimizer.param_groups]
 
     def __init__(self, optimizer: Optimizer, last_epoch: int = -1) -> None:
         super().__init__(optimizer, last_epoch)
@@ -28,10 +80,15 @@ class _Factor(LRScheduler):
         return [base * factor for base in self.base_lrs]
 
 
-def _check(owner: str, warmup: int, total: int | None = None) -> None:
-    if warmup < 0:
-        raise BadScheduler(owner, f"num_warmup_steps={warmup} is negative")
-    if total is not None and total < max(1, warmup):
+def _check_whole(owner: str, name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise BadScheduler(owner, f"{name}={value!r} is not a whole number of at least 0")
+
+
+def _check_plan(owner: str, warmup: int, total: int) -> None:
+    _check_whole(owner, "num_warmup_steps", warmup)
+    _check_whole(owner, "num_training_steps", total)
+    if total < max(1, warmup):
         raise BadScheduler(owner, f"num_training_steps={total} is less than num_warmup_steps={warmup}, or than 1")
 
 
@@ -48,6 +105,8 @@ class CosineWarmup(_Factor):
         min_lr_ratio: the end, as a share of the base learning rate.
     """
 
+    plan = ("num_warmup_steps", "num_training_steps", "min_lr_ratio")
+
     def __init__(
         self,
         optimizer: Optimizer,
@@ -57,7 +116,9 @@ class CosineWarmup(_Factor):
         min_lr_ratio: float = 0.0,
         last_epoch: int = -1,
     ) -> None:
-        _check("CosineWarmup", num_warmup_steps, num_training_steps)
+        _check_plan("CosineWarmup", num_warmup_steps, num_training_steps)
+        if not is_number(min_lr_ratio) or not 0 <= min_lr_ratio <= 1:
+            raise BadScheduler("CosineWarmup", f"min_lr_ratio={min_lr_ratio!r} is not a number from 0 to 1")
         self.num_warmup_steps, self.num_training_steps = num_warmup_steps, num_training_steps
         self.min_lr_ratio = min_lr_ratio
         super().__init__(optimizer, last_epoch)
@@ -78,10 +139,12 @@ class LinearWarmup(_Factor):
         num_training_steps: updates in all.
     """
 
+    plan = ("num_warmup_steps", "num_training_steps")
+
     def __init__(
         self, optimizer: Optimizer, num_warmup_steps: int = 0, *, num_training_steps: int, last_epoch: int = -1
     ) -> None:
-        _check("LinearWarmup", num_warmup_steps, num_training_steps)
+        _check_plan("LinearWarmup", num_warmup_steps, num_training_steps)
         self.num_warmup_steps, self.num_training_steps = num_warmup_steps, num_training_steps
         super().__init__(optimizer, last_epoch)
 
@@ -101,7 +164,7 @@ class Constant(_Factor):
     """
 
     def __init__(self, optimizer: Optimizer, num_warmup_steps: int = 0, *, last_epoch: int = -1) -> None:
-        _check("Constant", num_warmup_steps)
+        _check_whole("Constant", "num_warmup_steps", num_warmup_steps)
         self.num_warmup_steps = num_warmup_steps
         super().__init__(optimizer, last_epoch)
 

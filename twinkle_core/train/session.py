@@ -20,10 +20,16 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Pending:
-    """One batch of the last forward of one adapter in one mode, for the split verbs."""
+    """One batch of the last forward of one adapter in one mode, for the split verbs.
+
+    ``active``: whose weights took part. ``train``: whether with dropout and graph. A loss that runs the output layer itself is
+    computed under both.
+    """
 
     batch: Batch
     output: ModelOutput
+    active: str
+    train: bool
     loss: LossOutput | None = None
 
 
@@ -39,6 +45,7 @@ class Session:
     template: Template | None = None
     processor: Processor | None = None
     optimizer: torch.optim.Optimizer | None = None
+    untrained: list[torch.nn.Parameter] = field(default_factory=list)  # trainable, and left out of the optimizer
     scheduler: Any = None
     metrics: dict[bool, list[Metric]] = field(default_factory=lambda: {True: [], False: []})
     window: AccumulationWindow = field(default_factory=AccumulationWindow)

@@ -13,7 +13,16 @@ from twinkle_core import names
 from twinkle_core.contracts.adapters import BASE, AdapterStore
 from twinkle_core.contracts.engine import SPLIT_STEP, Engine
 from twinkle_core.contracts.loss import Loss
-from twinkle_core.errors import EmptyBatch, NoTemplate, RowsChanged, UnknownAdapter, Unsupported, WhichAdapter
+from twinkle_core.errors import (
+    BadArgument,
+    BadInputs,
+    EmptyBatch,
+    NoTemplate,
+    RowsChanged,
+    UnknownAdapter,
+    Unsupported,
+    WhichAdapter,
+)
 from twinkle_core.train.micro import of_rows
 from twinkle_core.train.prepare import Rows, as_rows
 from twinkle_core.train.session import Session
@@ -68,7 +77,7 @@ class Sessions:
         """The session that a call means.
 
         Raises:
-            UnknownAdapter, WhichAdapter.
+            UnknownAdapter, WhichAdapter, BadArgument.
         """
         if adapter_name is None:
             chosen = [name for model, name in _CHOSEN.get() if model == id(self)]
@@ -76,6 +85,8 @@ class Sessions:
             if not chosen and len(live) > 1:
                 raise WhichAdapter(live)
             adapter_name = chosen[-1] if chosen else live[0] if live else BASE
+        if not isinstance(adapter_name, str):
+            raise BadArgument("adapter_name", adapter_name, "the name of an adapter ('' is the base model) or None")
         session = self.sessions.get(adapter_name)
         if session is None:
             live = [name for name in self.sessions if name != BASE]
@@ -112,8 +123,14 @@ class Sessions:
             NoTemplate, EmptyBatch, BadInputs, RowsChanged.
         """
         rows = as_rows(inputs)
-        if isinstance(rows, Mapping) or not any("messages" in row and "input_ids" not in row for row in rows):
+        if isinstance(rows, Mapping):
             return rows
+        raw = ["messages" in row and "input_ids" not in row for row in rows]
+        if not any(raw):
+            return rows
+        if not all(raw):
+            kinds = f"row {raw.index(True)} is a conversation ('messages'), row {raw.index(False)} is not"
+            raise BadInputs(f"{kinds}; encode the conversations first (template.batch_encode), or give them alone")
         template = self._or_base(session, "template")
         if template is None:
             raise NoTemplate(session.name)

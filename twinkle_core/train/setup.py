@@ -13,9 +13,17 @@ from twinkle_core.contracts.metric import Metric
 from twinkle_core.contracts.patch import Patch
 from twinkle_core.contracts.processor import Processor
 from twinkle_core.contracts.template import Template
-from twinkle_core.errors import BadAdapter, BadScheduler, DuplicateAdapter, NoOptimizer, WindowNotStepped
+from twinkle_core.errors import (
+    BadAdapter,
+    BadArgument,
+    BadScheduler,
+    DuplicateAdapter,
+    NoOptimizer,
+    NoTrainableParameters,
+    WindowNotStepped,
+)
 from twinkle_core.log import get_logger
-from twinkle_core.train import losses, optim, report
+from twinkle_core.train import losses, optim, report, schedulers
 from twinkle_core.train.session import Session
 from twinkle_core.train.sessions import Sessions, one_at_a_time
 
@@ -48,7 +56,7 @@ class SetupVerbs(Sessions):
             kwargs: for it. Defaults: lr 1e-5, weight_decay 0.01, none on biases and norms.
 
         Raises:
-            WrongArgument, NoTrainableParameters, BadOptimizer.
+            WrongArgument, BadArgument, NoTrainableParameters, BadOptimizer.
         """
         session = self._session(adapter_name)
         if session.window.normalised and not session.window.finished:
@@ -57,6 +65,8 @@ class SetupVerbs(Sessions):
         parameters = self.adapters.parameters(session.name)
         if callable(spec) and not hasattr(spec, "param_groups"):
             optim.check_kwargs(spec, kwargs)
+            if not parameters:
+                raise NoTrainableParameters(session.name)
             with self.adapters.activate(session.name):
                 built = self.engine.make_optimizer(spec, parameters, kwargs)
         else:
@@ -68,6 +78,12 @@ class SetupVerbs(Sessions):
             get_logger().warning("the scheduler belonged to the optimizer before; call set_lr_scheduler again")
             session.scheduler = None
         session.optimizer = built
+        left = optim.left_out(built, parameters)
+        session.untrained = list(left.values())
+        if left:
+            names = ", ".join(list(left)[:3]) + (", ..." if len(left) > 3 else "")
+            text = "%d trainable parameter(s) are not in the optimizer and stay as they are: %s"
+            get_logger().warning(text, len(left), names)
         if not session.window.open:  # what an optimizer of fewer parameters may have left on the others
             for parameter in parameters.values():
                 parameter.grad = None
@@ -85,6 +101,7 @@ class SetupVerbs(Sessions):
         spec = registry.resolve("scheduler", scheduler_cls)
         if inspect.isclass(spec) or (callable(spec) and not hasattr(spec, "get_last_lr")):
             arguments.check(spec, kwargs, positional=1, complete=True)
+            schedulers.rehearse(spec, session.optimizer, kwargs)
             session.scheduler = spec(session.optimizer, **kwargs)
             return
         built = registry.build("scheduler", spec, kwargs)
@@ -113,6 +130,8 @@ class SetupVerbs(Sessions):
         Args:
             is_training: True: of training calls; False: of ``forward_only``; None: one for each (of an instance, a copy).
         """
+        if is_training is not None and not isinstance(is_training, bool):
+            raise BadArgument("is_training", is_training, "True, False or None")
         session = self._session(adapter_name)
         metric: Metric = registry.build("metric", metric_cls, kwargs, contract=Metric)
         if is_training is not False:
@@ -123,6 +142,8 @@ class SetupVerbs(Sessions):
     @one_at_a_time
     def calculate_metric(self, is_training: bool = True, *, adapter_name: str | None = None) -> dict[str, float]:
         """Numbers of all metrics of a mode: states are reduced over data ranks, computed, and reset."""
+        if not isinstance(is_training, bool):
+            raise BadArgument("is_training", is_training, "True (training) or False (evaluation)")
         session = self._session(adapter_name)
         numbers: dict[str, float] = {}
         for metric in session.metrics[is_training]:

@@ -9,9 +9,9 @@ import torch
 from twinkle_core import plugins
 from twinkle_core.contracts.adapters import BASE
 from twinkle_core.contracts.metric import StepResult
-from twinkle_core.errors import NonFiniteGradients, NoOptimizer
+from twinkle_core.errors import BadLossWeight, NonFiniteGradients, NoOptimizer
 from twinkle_core.log import get_logger
-from twinkle_core.train import normalise
+from twinkle_core.train import limits, normalise
 from twinkle_core.train.forward import ForwardVerbs
 from twinkle_core.train.session import Session
 from twinkle_core.train.sessions import one_at_a_time
@@ -37,8 +37,8 @@ class UpdateVerbs(ForwardVerbs):
         """At the end of a window: normalise, then clip to a global norm.
 
         Args:
-            max_grad_norm: the norm that is left at most; ``float('inf')`` measures without clipping.
-            norm_type: of which norm; 2 is the usual one.
+            max_grad_norm: the norm that is left at most, above 0; ``float('inf')`` measures without clipping.
+            norm_type: of which norm, above 0; 2 is the usual one.
             gradient_accumulation_steps: becomes the session's.
 
         Returns:
@@ -46,8 +46,10 @@ class UpdateVerbs(ForwardVerbs):
             time on the same window, and where nothing was labelled.
 
         Raises:
-            NoOptimizer, WindowSizeChanged; NonFiniteGradients: weights and optimizer are unchanged, the window is dropped.
+            BadArgument, NoOptimizer, WindowSizeChanged. NonFiniteGradients, BadLossWeight: weights and optimizer are
+            unchanged, the window is dropped.
         """
+        limits.check_clip(max_grad_norm, norm_type)
         session = self._closing(CLIP, adapter_name, gradient_accumulation_steps)
         return self._clip(session, max_grad_norm, norm_type)
 
@@ -60,9 +62,12 @@ class UpdateVerbs(ForwardVerbs):
             finite are skipped.
 
         Raises:
-            NoOptimizer, WindowSizeChanged; NonFiniteGradients as for ``clip_grad_norm``.
+            NoOptimizer, WindowSizeChanged; NonFiniteGradients, BadLossWeight as for ``clip_grad_norm``.
         """
-        return self._step(self._closing(STEP, adapter_name, gradient_accumulation_steps))
+        session = self._closing(STEP, adapter_name, gradient_accumulation_steps)
+        result = self._step(session)
+        self._tell(session, result)
+        return result is not None and result.acted
 
     @one_at_a_time
     def zero_grad(
@@ -107,6 +112,7 @@ class UpdateVerbs(ForwardVerbs):
         gradient_accumulation_steps: int | None = None,
     ) -> float | None:
         """clip_grad_norm, step, zero_grad, lr_step. Arguments, returns and errors are those of ``clip_grad_norm``."""
+        limits.check_clip(max_grad_norm, norm_type)
         session = self._closing("clip_grad_and_step", adapter_name, gradient_accumulation_steps)
         return self._close(session, max_grad_norm, norm_type)
 
@@ -114,11 +120,13 @@ class UpdateVerbs(ForwardVerbs):
     def flush(self, max_grad_norm: float = 1.0, norm_type: float = 2, *, adapter_name: str | None = None) -> float | None:
         """Close a short window (the end of an epoch): clip, step, zero_grad, lr_step, divided by what it really held.
 
-        All data ranks call it together; one whose window is empty takes part while another's is not.
+        All data ranks call it together; one whose window is empty takes part while another's is not. It clips to a norm of 1
+        unless told otherwise, as ``clip_grad_and_step`` does.
 
         Returns:
             The norm before clipping; None if no rank's window is open.
         """
+        limits.check_clip(max_grad_norm, norm_type)
         session = self._closing("flush", adapter_name, None)
         window = session.window
         held = float(self.engine.all_reduce(normalise.as_scalar(float(window.open), self.engine.device)))
@@ -140,9 +148,10 @@ class UpdateVerbs(ForwardVerbs):
 
     def _close(self, session: Session, max_grad_norm: float, norm_type: float) -> float | None:
         norm = self._clip(session, max_grad_norm, norm_type)
-        self._step(session)
+        result = self._step(session)
         self._zero(session)
         self._lr(session)
+        self._tell(session, result)  # last: what a metric or hook raises must not cost the schedule its step
         return norm
 
     def _clip(self, session: Session, max_norm: float, norm_type: float) -> float | None:
@@ -158,13 +167,14 @@ class UpdateVerbs(ForwardVerbs):
         window.grad_norm = float(norm)
         return window.grad_norm
 
-    def _step(self, session: Session) -> bool:
+    def _step(self, session: Session) -> StepResult | None:
+        """What became of the window, for ``_tell``; None where there was nothing to do."""
         window = session.window
         if not window.acts(STEP) or not self._finish(session):
-            return False
+            return None
         assert session.optimizer is not None
         plugins.hooks().twinkle_before_step(session=session)
-        lr = float(session.optimizer.param_groups[0]["lr"]) if "lr" in session.optimizer.param_groups[0] else 0.0
+        lr = _lr_of(session)
         window.updated = self.engine.update(session.optimizer)
         window.mark(STEP)
         if window.updated:
@@ -173,8 +183,7 @@ class UpdateVerbs(ForwardVerbs):
             session.skipped_steps += 1
             get_logger().warning("update skipped: gradients were not finite (%d skipped so far)", session.skipped_steps)
         session.pending.pop(True, None)  # its graph belongs to weights that have changed
-        self._tell(session, lr)
-        return window.updated
+        return StepResult(window.updated, session.cur_step, window.grad_norm, lr, float(window.weight))
 
     def _zero(self, session: Session) -> bool:
         if not session.window.acts(ZERO):
@@ -196,7 +205,12 @@ class UpdateVerbs(ForwardVerbs):
         if window.normalised:
             return True
         assert session.optimizer is not None
-        weight = normalise.window_weight(self.engine, window.weight)
+        try:
+            weight = normalise.window_weight(self.engine, window.weight)
+        except BadLossWeight:
+            self._clear(session)
+            window.reset()
+            raise
         window.weight = weight
         if weight == 0:
             self._give_up(session)
@@ -221,13 +235,12 @@ class UpdateVerbs(ForwardVerbs):
         for verb in (CLIP, STEP, ZERO):
             window.mark(verb)
         session.skipped_steps += 1
-        assert session.optimizer is not None
-        self._tell(session, float(session.optimizer.param_groups[0].get("lr", 0.0)))
+        self._tell(session, StepResult(False, session.cur_step, None, _lr_of(session), 0.0))
 
-    def _tell(self, session: Session, lr: float) -> None:
+    def _tell(self, session: Session, result: StepResult | None) -> None:
         """Metrics and hooks learn what became of a window."""
-        window = session.window
-        result = StepResult(window.updated, session.cur_step, window.grad_norm, lr, float(window.weight))
+        if result is None:
+            return
         for metric in session.metrics[True]:
             metric.on_step(result)
         plugins.hooks().twinkle_after_step(session=session, result=result)
@@ -240,3 +253,9 @@ class UpdateVerbs(ForwardVerbs):
         ]
         loss = None if session.last_loss is None else float(session.last_loss)
         return NonFiniteGradients(session.name, bad[:3], max(0, len(bad) - 3), loss)
+
+
+def _lr_of(session: Session) -> float:
+    """The learning rate of the first parameter group; 0 where it has none."""
+    assert session.optimizer is not None
+    return float(session.optimizer.param_groups[0].get("lr", 0.0))

@@ -1,0 +1,35 @@
+"""What numbers given to the verbs may be (no torch)."""
+
+from __future__ import annotations
+
+import math
+from numbers import Real
+from typing import Any
+
+from twinkle_core.errors import BadArgument
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is a real number: no truth value, text or None."""
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def check_clip(max_grad_norm: Any, norm_type: Any) -> None:
+    """Raise BadArgument unless both are above 0. Asked before gradients are touched: a negative bound would turn them round."""
+    if not is_number(max_grad_norm) or not max_grad_norm > 0:
+        way = "a number above 0 (float('inf') measures without clipping)"
+        raise BadArgument("max_grad_norm", max_grad_norm, way)
+    if not is_number(norm_type) or not norm_type > 0:
+        raise BadArgument("norm_type", norm_type, "a number above 0, or float('inf')")
+
+
+def check_temperature(temperature: Any) -> None:
+    """Raise BadArgument unless logits can be divided by it."""
+    if not is_number(temperature) or not 0 < temperature < math.inf:
+        raise BadArgument("temperature", temperature, "a finite number above 0")
+
+
+def check_count(name: str, value: Any, *, least: int = 0) -> None:
+    """Raise BadArgument unless it is a whole number of at least ``least``."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise BadArgument(name, value, f"a whole number of at least {least}")
