@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
+import math
 import random
 import subprocess
 import sys
@@ -15,6 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from twinkle_core.errors import (
+    BadArgument,
     BadCheckpointName,
     CheckpointDamaged,
     CheckpointInTheWay,
@@ -27,7 +30,7 @@ from twinkle_core.errors import (
 from twinkle_core.testing.adapters import ToyAdapters, ToyLinear
 from twinkle_core.testing.engines import ToyEngine, session_model
 from twinkle_core.testing.toys import TinyLM, TwoWords, random_rows, row
-from twinkle_core.train import checkpoint, rng
+from twinkle_core.train import checkpoint, folder, rng
 from twinkle_core.train.verbs import SessionModel
 
 BATCHES = [random_rows([3, 5, 2], seed=s) for s in range(8)]
@@ -165,6 +168,75 @@ def test_the_scaler_is_resumed(tmp_path):
     assert second.engine.scaler.state_dict() == first.engine.scaler.state_dict()
 
 
+@pytest.mark.parametrize(("saved", "here"), [(64.0, None), (None, 64.0), (64.0, 64.0)])
+def test_an_open_window_goes_on_under_another_precision(tmp_path, saved, here):
+    """Gradients of a scaled window are brought to the scale of the model that takes them up."""
+
+    def made(scale):
+        scaler = None if scale is None else torch.amp.GradScaler("cpu", init_scale=scale)
+        model = session_model(TwoWords(), scaler=scaler)
+        model.set_optimizer("sgd", lr=1.0, weight_decay=0.0)
+        return model
+
+    first = made(saved)
+    first.forward_backward([row([1])], gradient_accumulation_steps=2)
+    path = first.save("c", tmp_path, save_optimizer=True)
+    second = made(here)
+    second.resume_from_checkpoint(path)
+    second.forward_backward([row([1])])
+    assert second.clip_grad_norm(math.inf) == pytest.approx(math.sqrt(0.5))
+
+
+def test_what_was_set_before_resuming_stays_or_is_told(tmp_path, caplog):
+    def made(steps, size, lr=1.0):
+        model = session_model(TwoWords())
+        model.set_optimizer("sgd", lr=lr)
+        model.set_lr_scheduler("linear_warmup", num_training_steps=steps)
+        model.sessions[""].window.resize(size)
+        return model
+
+    first = made(4, None)
+    run(first, [[row([1])]] * 4, size=1)
+    path = first.save("c", tmp_path, save_optimizer=True)
+    second = made(8, 8, lr=0.5)
+    with caplog.at_level(logging.WARNING, logger="twinkle"):
+        second.resume_from_checkpoint(path)
+        second.resume_from_checkpoint(path)
+    session = second.sessions[""]
+    assert session.window.size == 8 and session.cur_step == 4
+    assert session.optimizer.param_groups[0]["lr"] == 0.5, "half of the eight updates are done, from the checkpoint's 1.0"
+    assert caplog.messages[:3] == [
+        "resume: optimizer lr is 1.0 as in the checkpoint, not 0.5 as set here",
+        "resume: scheduler num_training_steps is 8 as set here, not 4 as in the checkpoint",
+        "resume: gradient_accumulation_steps is 8 as set here, not 1 as in the checkpoint",
+    ]
+    run(second, [[row([1])]] * 8, size=8)
+    assert session.optimizer.param_groups[0]["lr"] == 0.375
+
+
+def test_an_open_window_keeps_the_size_it_was_begun_for(tmp_path, caplog):
+    first, second = fresh(), fresh()
+    run(first, BATCHES[:1], size=2)
+    path = first.save("c", tmp_path, save_optimizer=True)
+    second.sessions[""].window.resize(3)
+    with caplog.at_level(logging.WARNING, logger="twinkle"):
+        second.resume_from_checkpoint(path)
+    assert second.sessions[""].window.size == 2
+    assert caplog.messages == ["resume: gradient_accumulation_steps is 2 as in the checkpoint, not 3 as set here"]
+
+
+def test_resuming_with_what_was_saved_says_nothing(tmp_path, caplog):
+    for name, kwargs in (("step_lr", {"step_size": 2}), ("one_cycle_lr", {"max_lr": 1.0, "total_steps": 9})):
+        first, second = fresh(scheduler=False), fresh(scheduler=False)
+        for model in (first, second):
+            model.set_lr_scheduler(name, **kwargs)
+        run(first, BATCHES[:4])
+        path = first.save(name, tmp_path, save_optimizer=True)
+        with caplog.at_level(logging.WARNING, logger="twinkle"):
+            second.resume_from_checkpoint(path)
+    assert caplog.messages == []
+
+
 def test_weights_alone(tmp_path):
     first = fresh()
     run(first, BATCHES[:4])
@@ -254,6 +326,111 @@ def test_what_is_no_checkpoint_is_not_replaced(tmp_path):
     with pytest.raises(CheckpointInTheWay, match="mine"):
         fresh().save("mine", tmp_path)
     assert (tmp_path / "mine" / "thesis.txt").read_text() == "years of work"
+
+
+def test_a_checkpoint_inside_another_is_neither_written_nor_lost(tmp_path):
+    model = fresh()
+    model.save("run", tmp_path)
+    with pytest.raises(CheckpointInTheWay, match="inside the checkpoint"):
+        model.save("run/best", tmp_path)
+    (tmp_path / "run" / "notes.txt").write_text("mine")
+    with pytest.raises(CheckpointInTheWay, match=r"notes\.txt"):
+        model.save("run", tmp_path)
+    assert (tmp_path / "run" / "notes.txt").read_text() == "mine"
+    (tmp_path / "run" / "notes.txt").unlink()
+    model.save("run", tmp_path)
+
+
+def test_paths_and_counts_that_are_none_are_told(tmp_path):
+    model = fresh()
+    for call in (
+        lambda: model.save("x", 5),
+        lambda: model.load("x", 5),
+        lambda: model.resume_from_checkpoint(5),
+        lambda: model.save("x", tmp_path, consumed_train_samples="many"),
+        lambda: model.save("x", tmp_path, consumed_train_samples=1.5),
+        lambda: model.save("x", tmp_path, consumed_train_samples=-1),
+    ):
+        with pytest.raises(BadArgument):
+            call()
+    for call in (lambda: model.save("n" * 300, tmp_path), lambda: model.load("n" * 300, tmp_path)):
+        with pytest.raises(BadCheckpointName):
+            call()
+    with pytest.raises(CheckpointNotFound):
+        model.resume_from_checkpoint(tmp_path / ("n" * 300))
+    assert list(tmp_path.iterdir()) == []
+
+
+def reseal(path, name, text):
+    """Another content with a matching hash, as a writer at fault would leave it."""
+    (path / name).write_text(text)
+    state = json.loads((path / "trainer_state.json").read_text())
+    state["files"][name] = {"size": (path / name).stat().st_size, "sha256": folder.sha256(path / name)}
+    (path / "trainer_state.json").write_text(json.dumps(state))
+
+
+UNREADABLE = [(name, text) for name in ("rng.json", "optimizer.json", "scheduler.json") for text in ("{}", "[]", "{")]
+
+
+@pytest.mark.parametrize(("name", "text"), [*UNREADABLE, ("engine.json", "[]"), ("engine.json", "{")])
+def test_a_file_that_says_nothing_is_told_before_anything_changes(tmp_path, name, text):
+    first, second = fresh(), fresh(seed=4)
+    run(first, BATCHES[:2])
+    path = Path(first.save("c", tmp_path, save_optimizer=True))
+    reseal(path, name, text)
+    before = everything(second)
+    with pytest.raises(CheckpointDamaged, match=name.replace(".", r"\.")):
+        second.resume_from_checkpoint(path)
+    same(everything(second), before)
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"window": {}}, r"window\.size"),
+        ({"cur_step": -5}, "cur_step"),
+        ({"gradient_accumulation_steps": "3"}, "gradient_accumulation_steps"),
+        ({"consumed_train_samples": 1.5}, "consumed_train_samples"),
+    ],
+)
+def test_numbers_that_are_none_are_told_before_anything_changes(tmp_path, changes, field):
+    first, second = fresh(), fresh(seed=4)
+    path = Path(first.save("c", tmp_path, save_optimizer=True))
+    edit(path, **changes)
+    before = everything(second)
+    with pytest.raises(CheckpointDamaged, match=f"field '{field}'"):
+        second.resume_from_checkpoint(path)
+    same(everything(second), before)
+
+
+def test_weights_of_another_kind_or_owner_are_refused(tmp_path):
+    module = ToyLinear()
+    model = SessionModel(ToyEngine(module), ToyAdapters(module))
+    model.add_adapter_to_model("a", 3.0)
+    path = Path(model.save("c", tmp_path, adapter_name="a"))
+    with pytest.raises(CheckpointMismatch, match=r"adapter 'a'.*into the base model; name an adapter"):
+        model.load("c", tmp_path, adapter_name="")
+    save_file({k: v.to(torch.int8) for k, v in load_file(path / "adapter.safetensors").items()}, path / "adapter.safetensors")
+    (path / "trainer_state.json").unlink()
+    with pytest.raises(CheckpointMismatch, match=r"int8.*float32"):
+        model.load("c", tmp_path, adapter_name="a")
+    assert module.lora["a"]["B"].item() == 3.0
+
+
+def test_a_store_may_refuse_weights_that_mean_something_else(tmp_path):
+    class Picky(ToyAdapters):
+        def check_compatible(self, name, folder):
+            raise CheckpointMismatch(str(folder), f"'{name}' has another scale")
+
+    module = ToyLinear()
+    model = SessionModel(ToyEngine(module), Picky(module))
+    model.add_adapter_to_model("a", 3.0)
+    path = model.save("c", tmp_path, save_optimizer=True)
+    module.lora["a"]["B"].data.fill_(7.0)
+    for call in (lambda: model.load("c", tmp_path), lambda: model.resume_from_checkpoint(path)):
+        with pytest.raises(CheckpointMismatch, match="'a' has another scale"):
+            call()
+    assert module.lora["a"]["B"].item() == 7.0
 
 
 def damage(kind, folder):

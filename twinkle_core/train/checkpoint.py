@@ -15,21 +15,23 @@ Only the first two are there without ``save_optimizer``. No pickle is written or
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors.torch import load_file, save_file
 
 from twinkle_core import registry
 from twinkle_core.contracts.adapters import BASE, AdapterStore
-from twinkle_core.errors import CheckpointDamaged, CheckpointMismatch, CheckpointNotFound, WindowNotStepped
-from twinkle_core.train import optim, rng
+from twinkle_core.errors import CheckpointDamaged, CheckpointMismatch, CheckpointNotFound, TwinkleError, WindowNotStepped
+from twinkle_core.log import get_logger
+from twinkle_core.train import differences, optim, rng
 from twinkle_core.train.folder import STATE_FILE, recover, sha256
 from twinkle_core.train.plain import from_plain, to_plain
 from twinkle_core.train.session import Session
@@ -45,24 +47,38 @@ SCHEMA = 1
 class FileEntry(BaseModel):
     """One file of a checkpoint."""
 
-    model_config = ConfigDict(extra="forbid")
-    size: int
+    model_config = ConfigDict(extra="forbid", strict=True)
+    size: int = Field(ge=0)
     sha256: str
+
+
+class WindowState(BaseModel):
+    """What ``AccumulationWindow.state_dict`` gives."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    size: int | None = Field(ge=1)
+    count: int = Field(ge=0)
+    weight: float = Field(ge=0, allow_inf_nan=False)
+    acted: list[Literal["clip_grad_norm", "step", "zero_grad", "lr_step"]]
+    closing: bool
+    normalised: bool
+    updated: bool
 
 
 class TrainerState(BaseModel):
     """``trainer_state.json``."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", strict=True)
     schema_version: int = SCHEMA
     twinkle_version: str
     adapter_name: str
     resumable: bool
-    cur_step: int
-    consumed_train_samples: int
-    gradient_accumulation_steps: int | None
-    skipped_steps: int
-    window: dict[str, Any]
+    cur_step: int = Field(ge=0)
+    consumed_train_samples: int = Field(ge=0)
+    gradient_accumulation_steps: int | None = Field(ge=1)
+    skipped_steps: int = Field(ge=0)
+    window: WindowState
+    gradient_scale: float = Field(default=1.0, gt=0, allow_inf_nan=False)  # of gradients.safetensors
     optimizer: str | None
     scheduler: str | None
     adapter: dict[str, Any]
@@ -155,7 +171,8 @@ def write(model: Sessions, session: Session, folder: Path, parts: Parts | None, 
         consumed_train_samples=consumed,
         gradient_accumulation_steps=session.window.size,
         skipped_steps=session.skipped_steps,
-        window=session.window.state_dict(),
+        window=WindowState(**session.window.state_dict()),
+        gradient_scale=model.engine.loss_scale(),
         optimizer=None if session.optimizer is None else type(session.optimizer).__name__,
         scheduler=None if session.scheduler is None else type(session.scheduler).__name__,
         adapter=_described(model.adapters.describe(session.name)),
@@ -177,8 +194,12 @@ def read_state(folder: Path) -> TrainerState | None:
     Raises:
         CheckpointNotFound, CheckpointDamaged, CheckpointMismatch: the text names the file.
     """
-    recover(folder)
-    if not folder.is_dir():
+    try:
+        recover(folder)
+        there = folder.is_dir()
+    except OSError as error:  # a name that no disk takes
+        raise CheckpointNotFound(str(folder), error.strerror or str(error)) from error
+    if not there:
         raise CheckpointNotFound(str(folder))
     path = folder / STATE_FILE
     if not path.is_file():
@@ -225,6 +246,29 @@ class Loaded:
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
     rng_tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     rng: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)  # where the session was set up otherwise
+
+
+@contextlib.contextmanager
+def _reading(folder: Path, file: str) -> Iterator[None]:
+    """Whatever goes wrong with a file's content is said of the file, before anything has changed."""
+    try:
+        yield
+    except TwinkleError:
+        raise
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError, OSError) as error:
+        why = f"its content can't be used ({type(error).__name__}: {error})"
+        raise CheckpointDamaged(str(folder / file), why) from error
+
+
+def check_owner(state: TrainerState, session: Session, path: Path) -> None:
+    """Raise CheckpointMismatch if one of the two is an adapter and the other the base model."""
+    if (state.adapter_name == BASE) == (session.name == BASE):
+        return
+    holds = f"adapter '{state.adapter_name}'" if state.adapter_name else "the whole base model"
+    here = f"adapter '{session.name}'" if session.name else "the base model"
+    way = "name an adapter: adapter_name=..." if state.adapter_name else "name the base model: adapter_name=''"
+    raise CheckpointMismatch(str(path), f"it holds {holds}, and it was to be loaded into {here}; {way}")
 
 
 def read(model: Sessions, session: Session, folder: Path, state: TrainerState) -> Loaded:
@@ -243,17 +287,28 @@ def read(model: Sessions, session: Session, folder: Path, state: TrainerState) -
     _same("optimizer", source, state.optimizer, session.optimizer, "set_optimizer")
     _same("scheduler", str(folder / "scheduler.json"), state.scheduler, session.scheduler, "set_lr_scheduler")
     if session.optimizer is not None:
-        tensors, data = _tensors(folder, "optimizer"), _data(folder, "optimizer")
-        loaded.optimizer = optim.prepare_state(session.optimizer, parameters, tensors, data, source)
+        with _reading(folder, "optimizer.json"):
+            tensors, data = _tensors(folder, "optimizer"), _data(folder, "optimizer")
+            loaded.optimizer = optim.prepare_state(session.optimizer, parameters, tensors, data, source)
+            loaded.notes += differences.of_optimizer(session.optimizer, data["groups"])
     if session.scheduler is not None:
-        loaded.scheduler = from_plain(_data(folder, "scheduler")["state"], session.scheduler.state_dict())
-    loaded.engine = from_plain(_data(folder, "engine")) | _tensors(folder, "engine")
-    loaded.gradients = _tensors(folder, "gradients")
+        with _reading(folder, "scheduler.json"):
+            scheduler = from_plain(_data(folder, "scheduler")["state"], session.scheduler.state_dict())
+            loaded.notes += differences.of_scheduler(session.scheduler, scheduler)
+            loaded.scheduler = scheduler
+    with _reading(folder, "engine.json"):
+        loaded.engine = from_plain(_data(folder, "engine")) | _tensors(folder, "engine")
+    with _reading(folder, "gradients.safetensors"):
+        loaded.gradients = _tensors(folder, "gradients")
     for name, gradient in loaded.gradients.items():
         if name not in parameters or parameters[name].shape != gradient.shape:
             source = str(folder / "gradients.safetensors")
             raise CheckpointMismatch(source, f"parameter {name} is not here, or of another shape")
-    loaded.rng_tensors, loaded.rng = _tensors(folder, "rng"), _data(folder, "rng")
+    with _reading(folder, "rng.json"):
+        loaded.rng_tensors, loaded.rng = _tensors(folder, "rng"), _data(folder, "rng")
+        rng.check(loaded.rng_tensors, loaded.rng)
+    is_open = state.window.count > 0 and not {"step", "zero_grad"} & set(state.window.acted)
+    loaded.notes += differences.of_window(session.window.size, state.window.size, is_open)
     return loaded
 
 
@@ -293,10 +348,18 @@ def apply(model: Sessions, session: Session, loaded: Loaded) -> None:
     if session.scheduler is not None:
         session.scheduler.load_state_dict(loaded.scheduler)
     model.engine.load_state_dict(loaded.engine)
+    rescale = model.engine.loss_scale() / state.gradient_scale  # 1 unless the precision is another
     for name, parameter in model.adapters.parameters(session.name).items():
         gradient = loaded.gradients.get(name)
         parameter.grad = None if gradient is None else gradient.to(parameter.device, parameter.dtype)
-    session.window.load_state_dict(state.window)
+        if parameter.grad is not None and rescale != 1:
+            parameter.grad.mul_(rescale)
+    size = session.window.size
+    session.window.load_state_dict(state.window.model_dump())
+    if size is not None and not session.window.open:
+        session.window.size = size
     session.cur_step, session.skipped_steps = state.cur_step, state.skipped_steps
     session.consumed_train_samples = state.consumed_train_samples
+    for note in loaded.notes:
+        get_logger().warning(note)
     rng.restore(loaded.rng_tensors, loaded.rng)

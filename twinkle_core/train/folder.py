@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import os
 import secrets
 import shutil
@@ -12,21 +13,27 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from twinkle_core.errors import BadCheckpointName, CheckpointInTheWay, CheckpointNotWritten
+from twinkle_core.errors import BadArgument, BadCheckpointName, CheckpointInTheWay, CheckpointNotWritten
 
 #: the file that makes a folder a checkpoint of ours
 STATE_FILE = "trainer_state.json"
+#: bytes of a folder's name; file systems take 255, and a temporary name is longer
+LONGEST = 200
 
 
 def target(output_dir: str | Path, name: str) -> Path:
     """``output_dir/name``, refused where it is not strictly inside.
 
     Raises:
-        BadCheckpointName: '', '.', an absolute path, or one that climbs out.
+        BadCheckpointName: '', '.', an absolute path, one that climbs out, or too long a name. BadArgument: no path.
     """
+    if not isinstance(output_dir, (str, Path)):
+        raise BadArgument("output_dir", output_dir, "the path of a folder")
     root = Path(output_dir)
     if not isinstance(name, str) or not name.strip() or "\0" in name or Path(name).is_absolute() or ".." in Path(name).parts:
         raise BadCheckpointName(str(name), str(root))
+    if any(len(os.fsencode(part)) > LONGEST for part in Path(name).parts):
+        raise BadCheckpointName(name, str(root))
     path = root / name
     inside = path.resolve()
     if inside == root.resolve() or root.resolve() not in inside.parents:
@@ -82,6 +89,29 @@ def _swap(temporary: Path, path: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
+def _check_free(path: Path) -> None:
+    """Raise CheckpointInTheWay if writing to ``path`` would remove anything but a checkpoint, or put one into another."""
+    around = next((parent for parent in path.parents if (parent / STATE_FILE).is_file()), None)
+    if around is not None:
+        raise CheckpointInTheWay(str(path), f"would lie inside the checkpoint '{around}', which is replaced as a whole")
+    if not path.exists():
+        return
+    if not path.is_dir() or (not (path / STATE_FILE).is_file() and any(path.iterdir())):
+        raise CheckpointInTheWay(str(path))
+    own = {STATE_FILE, *_listed(path / STATE_FILE)}
+    foreign = sorted(name for p in path.rglob("*") if not p.is_dir() and (name := p.relative_to(path).as_posix()) not in own)
+    if foreign:
+        raise CheckpointInTheWay(str(path), f"holds what is not of its checkpoint ({foreign[0]}), so it is not replaced")
+
+
+def _listed(state_file: Path) -> list[str]:
+    """The files that a checkpoint names as its own; none where that can't be read."""
+    try:
+        return list(json.loads(state_file.read_text())["files"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+
+
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Gives a temporary sibling to write into; on leaving it is synced and takes the place of ``path``.
@@ -89,13 +119,12 @@ def replacing(path: Path) -> Iterator[Path]:
     On any exception the temporary folder is removed and what was at ``path`` is untouched.
 
     Raises:
-        CheckpointInTheWay: something stands there that is not a checkpoint. CheckpointNotWritten: the disk refused.
+        CheckpointInTheWay: something stands there that is not a checkpoint alone. CheckpointNotWritten: the disk refused.
     """
-    recover(path)
-    if path.exists() and not (path / STATE_FILE).is_file() and (not path.is_dir() or any(path.iterdir())):
-        raise CheckpointInTheWay(str(path))
     temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}-{secrets.token_hex(4)}")
     try:
+        recover(path)
+        _check_free(path)
         temporary.mkdir(parents=True)
         yield temporary
         for file in sorted(p for p in temporary.rglob("*")):
@@ -103,6 +132,8 @@ def replacing(path: Path) -> Iterator[Path]:
         _sync(temporary)
         _swap(temporary, path)
         _sync(path.parent)
+    except CheckpointInTheWay:
+        raise
     except (OSError, SafetensorError) as error:  # safetensors wraps the system's error in its own
         raise CheckpointNotWritten(str(path), getattr(error, "strerror", None) or str(error)) from error
     finally:

@@ -24,6 +24,18 @@ def capture() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     return tensors, data
 
 
+def check(tensors: Mapping[str, torch.Tensor], data: Mapping[str, Any]) -> None:
+    """Restore into generators of its own, so that what can't be restored raises before anything has changed."""
+    version, numbers, gauss = data["python"]
+    random.Random().setstate((version, tuple(numbers), gauss))
+    if "numpy" in data:
+        import numpy
+
+        kind, keys, position, has_gauss, cached = data["numpy"]
+        numpy.random.RandomState().set_state((kind, numpy.array(keys, dtype=numpy.uint32), position, has_gauss, cached))
+    torch.Generator().set_state(tensors["torch"])
+
+
 def restore(tensors: Mapping[str, torch.Tensor], data: Mapping[str, Any]) -> None:
     """Put back ``capture()``. Devices that are not here now are left out."""
     version, numbers, gauss = data["python"]

@@ -81,8 +81,10 @@ class _Factor(LRScheduler):
 
 
 def _check_whole(owner: str, name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise BadScheduler(owner, f"{name}={value!r} is not a whole number of at least 0")
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise BadScheduler(owner, f"{name}={value!r} is not a whole number")
+    if value < 0:
+        raise BadScheduler(owner, f"{name}={value!r} is negative")
 
 
 def _check_plan(owner: str, warmup: int, total: int) -> None:

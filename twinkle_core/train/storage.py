@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from twinkle_core import plugins
-from twinkle_core.errors import CheckpointMismatch, CheckpointNotFound
-from twinkle_core.train import checkpoint, folder
+from twinkle_core.errors import BadArgument, CheckpointMismatch, CheckpointNotFound
+from twinkle_core.train import checkpoint, folder, limits
 from twinkle_core.train.session import Session
 from twinkle_core.train.sessions import Sessions, one_at_a_time
 
@@ -42,9 +42,12 @@ class StorageVerbs(Sessions):
             The folder.
 
         Raises:
-            BadCheckpointName, CheckpointInTheWay, CheckpointUnfit; WindowNotStepped: with ``save_optimizer`` between
+            BadCheckpointName, BadArgument, CheckpointUnfit; CheckpointInTheWay: what stands there is no checkpoint, or holds
+            files beside its own; or the new one would lie inside another. WindowNotStepped: with ``save_optimizer`` between
             clip_grad_norm and step. CheckpointNotWritten: the disk refused; what was there is whole.
         """
+        if consumed_train_samples is not None:
+            limits.check_count("consumed_train_samples", consumed_train_samples)
         session = self._session(adapter_name)
         path = folder.target(output_dir if output_dir is not None else OUTPUT_DIR, name)
         parts = checkpoint.gather(self, session) if save_optimizer else None
@@ -70,6 +73,8 @@ class StorageVerbs(Sessions):
         session = self._session(adapter_name)
         path = folder.target(output_dir if output_dir is not None else OUTPUT_DIR, name)
         state = checkpoint.read_state(path)
+        if state is not None:
+            checkpoint.check_owner(state, session, path)
         self._load_weights(session, path)
         plugins.hooks().twinkle_checkpoint_loaded(path=str(path), session=session)
         if state is None:
@@ -85,6 +90,11 @@ class StorageVerbs(Sessions):
         Set optimizer and scheduler first: their state is put into them. Everything is verified before anything
         changes. Loading twice sets twice, it does not add.
 
+        Where the session was set up otherwise than the checkpoint, a warning names both values. The checkpoint's count, with
+        two exceptions. The plan of core's schedulers (``num_training_steps``, ``num_warmup_steps``, ``min_lr_ratio``) is the
+        new one, entered at the checkpoint's number of updates, so that a run can be prolonged; and a
+        ``gradient_accumulation_steps`` that was set stays, unless the checkpoint holds an open window.
+
         Args:
             checkpoint_dir: what ``save(..., save_optimizer=True)`` wrote.
             resume_only_model: the weights alone; the session's progress is not touched.
@@ -96,10 +106,13 @@ class StorageVerbs(Sessions):
             CheckpointNotFound, CheckpointDamaged, CheckpointMismatch: the text names the file; nothing was changed.
         """
         session = self._session(adapter_name)
+        if not isinstance(checkpoint_dir, (str, Path)):
+            raise BadArgument("checkpoint_dir", checkpoint_dir, "the path of a folder")
         path = Path(checkpoint_dir)
         state = checkpoint.read_state(path)
         if state is None:
             raise CheckpointNotFound(str(path), f"the folder has no {folder.STATE_FILE}; load() takes plain folders")
+        checkpoint.check_owner(state, session, path)
         if state.fingerprint != checkpoint.fingerprint(self.adapters, session.name):
             raise CheckpointMismatch(
                 str(path / folder.STATE_FILE), "it belongs to another model (names or shapes of parameters differ)"
@@ -118,7 +131,13 @@ class StorageVerbs(Sessions):
 
     def _load_weights(self, session: Session, path: Path) -> None:
         """The store checks keys and shapes before it changes anything; then forwards and gradients of old weights go."""
-        self.adapters.load_state_dict(session.name, self.adapters.read(session.name, path))
+        self.adapters.check_compatible(session.name, path)
+        state = self.adapters.read(session.name, path)
+        live = self.adapters.state_dict(session.name)
+        for key in live.keys() & state.keys():
+            if live[key].is_floating_point() != state[key].is_floating_point():
+                raise CheckpointMismatch(str(path), f"{key} is {state[key].dtype}, and {live[key].dtype} here")
+        self.adapters.load_state_dict(session.name, state)
         session.pending.clear()
         session.window.reset()
         if session.optimizer is not None:
