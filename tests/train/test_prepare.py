@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import numpy
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from twinkle_core.contracts.loss import Loss
-from twinkle_core.errors import BadGroups, BadInputs, EmptyBatch
+from twinkle_core.errors import BadArgument, BadGroups, BadInputs, EmptyBatch
 from twinkle_core.processors.input import InputProcessor
 from twinkle_core.testing.engines import ToyEngine, session_model
 from twinkle_core.testing.toys import TinyLM, random_rows
@@ -153,12 +154,6 @@ def test_inputs_of_an_unknown_form_are_refused(inputs, text):
         as_rows(inputs)
 
 
-@pytest.mark.parametrize("size", [0, -2, 1.5, True])
-def test_micro_batch_size_is_whole_and_positive(size):
-    with pytest.raises(BadInputs, match="micro_batch_size"):
-        session_model(TinyLM()).forward_backward(random_rows([1, 2, 3]), micro_batch_size=size)
-
-
 def test_a_single_row_is_a_batch_of_one():
     model = session_model(TinyLM())
     one = random_rows([4])
@@ -189,3 +184,79 @@ def test_a_rank_with_fewer_rows_takes_part_with_weight_zero(lengths, batches):
     assert seen[-1][0] == 0.0 and module.embed.weight.grad is not None
     assert model.sessions[""].window.weight == sum(label != -100 for r in random_rows(lengths) for label in r["labels"])
     assert (float(loss) == 0) == (not lengths)
+
+
+IDS = torch.arange(18).reshape(3, 6) % 11
+
+
+@pytest.mark.parametrize(
+    "labels",
+    [IDS[:, :5], torch.cat([IDS, IDS]), torch.tensor([1, 2, 3]), IDS[..., None], IDS.double(), IDS > 3],
+    ids=["short", "more rows", "one a row", "3-D", "float", "bool"],
+)
+@pytest.mark.parametrize("loss", ["cross_entropy", "chunked_cross_entropy"])
+def test_labels_that_a_token_loss_would_misread_are_refused(labels, loss):
+    model = session_model(TinyLM())
+    model.set_loss(loss)
+    for verb in (model.forward_backward, model.forward, model.forward_only):
+        with pytest.raises(BadInputs, match="'labels'"):
+            verb({"input_ids": IDS, "labels": labels})
+    assert not model.engine.calls
+    model.forward_backward({"input_ids": IDS, "labels": IDS})
+
+
+def test_labels_for_each_row_are_left_to_losses_that_take_them():
+    def of_rows(inputs, outputs):
+        return (outputs.logits.mean((1, 2)) - inputs["labels"]).square().sum()
+
+    model = session_model(TinyLM())
+    model.set_loss(of_rows)
+    for labels in (torch.tensor([1, 2, 3]), torch.tensor([0.5, 1.0, 2.0])):
+        assert float(model.forward_backward({"input_ids": IDS, "labels": labels})) > 0
+
+
+@pytest.mark.parametrize(
+    ("ids", "text"),
+    [
+        (IDS.float(), "no token ids"),
+        (IDS[..., None], "no token ids"),
+        (torch.zeros(2, 0, dtype=torch.long), "hold no token"),
+    ],
+    ids=["float", "3-D", "no columns"],
+)
+def test_ids_that_are_none_are_refused(ids, text):
+    with pytest.raises(BadInputs, match=text):
+        session_model(TinyLM()).forward_only({"input_ids": ids})
+
+
+def test_rows_of_two_kinds_and_labels_of_text_are_told():
+    model = session_model(TinyLM())
+    conversation = {"messages": [{"role": "user", "content": "hello"}]}
+    with pytest.raises(BadInputs, match=r"row 1 is a conversation \('messages'\), row 0 is not"):
+        model.forward_backward([random_rows([3])[0], conversation])
+    with pytest.raises(BadInputs, match=r"'labels' are no numbers but list \(the first is 'a'\)"):
+        model.forward_backward([{"input_ids": [1, 2], "labels": ["a", "b"]}])
+
+
+@pytest.mark.parametrize("size", ["2", 8.5, 0, -1, True])
+def test_a_micro_batch_size_that_is_none_is_told(size):
+    model = session_model(TinyLM())
+    for rows in (random_rows([3]), random_rows([3, 2, 4])):
+        for verb in (model.forward_backward, model.forward_only):
+            with pytest.raises(BadArgument, match="micro_batch_size"):
+                verb(rows, micro_batch_size=size)
+    assert model.sessions[""].window.count == 0
+
+
+@pytest.mark.parametrize("kind", [list, tuple, numpy.array, torch.tensor])
+def test_arguments_for_each_row_are_cut_whatever_holds_them(kind):
+    def weighted(inputs, outputs, *, w):
+        factors = torch.as_tensor(w, dtype=torch.float32)[:, None]
+        return LossOutput(-(factors * outputs.logps).sum(), (inputs["labels"] != -100).sum())
+
+    weighted.needs = {"logps"}
+    model = session_model(TinyLM())
+    model.set_loss(weighted)
+    rows = random_rows([3, 5])
+    whole = model.forward_backward(rows, w=[1.0, -3.0])
+    assert float(model.forward_backward(rows, micro_batch_size=1, w=kind([1.0, -3.0]))) == pytest.approx(float(whole))

@@ -185,7 +185,8 @@ class ForwardVerbs(Sessions):
             micro_batch_size: rows of a micro-batch; groups of the loss stay together.
             gradient_accumulation_steps: becomes the session's.
             temperature, task: as for ``forward``.
-            loss_args: for the loss; tensors and lists of the rows' length are cut with the rows.
+            loss_args: for the loss; tensors, arrays and lists of the rows' length are cut with the rows, anything else is
+                passed whole.
 
         Returns:
             Mean loss per item over the rows given: a detached 0-d tensor (no device synchronisation); 0 when nothing is

@@ -9,6 +9,7 @@ import torch
 
 from twinkle_core.contracts.loss import Loss
 from twinkle_core.errors import BadGroups, BadInputs
+from twinkle_core.train.limits import check_count
 from twinkle_core.types import IGNORE_INDEX, InputFeature
 
 #: outputs with one value (or vector) for each token, and what a shorter row is filled up with when batches are joined
@@ -99,10 +100,10 @@ def plan(sizes: Sequence[int], micro_batch_size: int | None) -> list[range]:
     [range(0, 4), range(4, 6)]
     """
     count = sum(sizes)
+    if micro_batch_size is not None:
+        check_count("micro_batch_size", micro_batch_size, least=1)
     if micro_batch_size is None or micro_batch_size >= count:
         return [range(count)] if count else []
-    if isinstance(micro_batch_size, bool) or not isinstance(micro_batch_size, int) or micro_batch_size < 1:
-        raise BadInputs(f"micro_batch_size={micro_batch_size!r} is not a whole number of at least 1")
     cuts: list[range] = []
     start = stop = 0
     for size in sizes:
@@ -115,9 +116,10 @@ def plan(sizes: Sequence[int], micro_batch_size: int | None) -> list[range]:
 
 
 def of_rows(value: Any, count: int) -> bool:
-    """Whether a loss argument has one entry for each row: a tensor or list of the rows' length."""
-    if isinstance(value, torch.Tensor):
-        return value.dim() > 0 and value.shape[0] == count
+    """Whether a loss argument has one entry for each row: a tensor, array or list of the rows' length."""
+    shape = getattr(value, "shape", None)
+    if shape is not None:
+        return len(shape) > 0 and shape[0] == count
     return isinstance(value, (list, tuple)) and len(value) == count
 
 

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from twinkle_core.contracts.loss import Loss
     from twinkle_core.contracts.processor import Processor
 
+#: outputs that a loss reads token by token
+TOKEN_NEEDS = frozenset({"logps", "entropies", "predictions", "hidden"})
+
 Rows = Sequence[InputFeature] | InputFeature
 
 
@@ -61,6 +64,40 @@ def dummy_row(like: InputFeature | None = None) -> InputFeature:
     return row  # type: ignore[return-value]
 
 
+def check_batch(batch: Mapping[str, Any], loss: Loss | None) -> None:
+    """Shapes and types of a collated batch, whoever collated it. Looks at no value: that would wait for a device.
+
+    Raises:
+        BadInputs: ids that are no ids, no tokens, or labels that a loss over tokens would read at the wrong places.
+    """
+    ids, labels = batch.get("input_ids"), batch.get("labels")
+    if isinstance(ids, torch.Tensor):
+        if ids.dim() != 2 or not _is_whole(ids):
+            raise BadInputs(f"'input_ids' {list(ids.shape)} ({ids.dtype}) are no token ids [B, T]")
+        if ids.numel() == 0:
+            raise BadInputs(f"'input_ids' {list(ids.shape)} hold no token")
+    if labels is None or loss is None or not loss.needs & TOKEN_NEEDS:
+        return
+    if not isinstance(labels, torch.Tensor):
+        raise BadInputs(f"'labels' are no numbers but {type(labels).__name__} (the first is {_first(labels)!r})")
+    if not _is_whole(labels) or (isinstance(ids, torch.Tensor) and labels.shape != ids.shape):
+        here = f" for 'input_ids' {list(ids.shape)}" if isinstance(ids, torch.Tensor) else ""
+        raise BadInputs(
+            f"'labels' {list(labels.shape)} ({labels.dtype}){here}: the loss reads one token id for each token, -100 where "
+            f"nothing is trained (for other targets set_loss('mse') or a function)"
+        )
+
+
+def _is_whole(x: torch.Tensor) -> bool:
+    return not x.is_floating_point() and not x.is_complex() and x.dtype != torch.bool
+
+
+def _first(values: Any) -> Any:
+    while isinstance(values, (list, tuple)) and values:
+        values = values[0]
+    return values
+
+
 def cuts(rows: Rows, loss: Loss | None, micro_batch_size: int | None) -> list[range]:
     """Which rows go into which micro-batch. Pure; ranks compare the lengths before they prepare."""
     return micro.plan(micro.group_sizes(loss, rows), micro_batch_size)
@@ -83,11 +120,11 @@ def prepare(
         processor: collates rows; a collated batch passes it by.
         loss: whose groups must stay together.
         micro_batch_size: rows of a micro-batch at most (a larger group stays whole); None: all in one.
-        loss_args: arguments of the loss; tensors and lists of the rows' length are cut alike.
+        loss_args: arguments of the loss; tensors, arrays and lists of the rows' length are cut alike.
         at_least: micro-batches that all data ranks have agreed on; a rank that has fewer takes part with a row without labels.
 
     Raises:
-        EmptyBatch: no rows, and no other rank has any (``at_least`` is 1 or less).
+        EmptyBatch: no rows, and no other rank has any (``at_least`` is 1 or less). BadInputs: see ``check_batch``.
     """
     count = count_rows(rows)
     if count == 0 and at_least <= 1:
@@ -99,6 +136,7 @@ def prepare(
             inputs = micro.cut_batch(rows, cut)
         else:
             inputs = processor.collate(rows[cut.start : cut.stop])
+        check_batch(inputs, loss)
         batches.append(Batch(to_device(inputs, device), cut, micro.cut_args(args, cut, count, device)))
     like = None if isinstance(rows, Mapping) or not rows else rows[0]
     for _ in range(len(batches), at_least):
