@@ -214,6 +214,18 @@ def test_what_was_set_before_resuming_stays_or_is_told(tmp_path, caplog):
     assert session.optimizer.param_groups[0]["lr"] == 0.375
 
 
+def test_an_open_window_of_no_size_yet_takes_the_one_that_was_set(tmp_path, caplog):
+    first, second = session_model(TwoWords()), session_model(TwoWords())
+    for model in (first, second):
+        model.set_optimizer("sgd")
+    first.forward_backward([row([1])])
+    path = first.save("c", tmp_path, save_optimizer=True)
+    second.sessions[""].window.resize(2)
+    second.resume_from_checkpoint(path)
+    assert second.sessions[""].window.size == 2 and not second.sessions[""].window.due
+    assert caplog.messages == []
+
+
 def test_an_open_window_keeps_the_size_it_was_begun_for(tmp_path, caplog):
     first, second = fresh(), fresh()
     run(first, BATCHES[:1], size=2)

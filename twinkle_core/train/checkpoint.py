@@ -356,7 +356,7 @@ def apply(model: Sessions, session: Session, loaded: Loaded) -> None:
             parameter.grad.mul_(rescale)
     size = session.window.size
     session.window.load_state_dict(state.window.model_dump())
-    if size is not None and not session.window.open:
+    if size is not None and (not session.window.open or session.window.size is None):
         session.window.size = size
     session.cur_step, session.skipped_steps = state.cur_step, state.skipped_steps
     session.consumed_train_samples = state.consumed_train_samples

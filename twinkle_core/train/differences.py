@@ -45,7 +45,7 @@ def of_scheduler(scheduler: Any, saved: Mapping[str, Any]) -> list[str]:
 
 
 def of_window(size: int | None, saved: int | None, is_open: bool) -> list[str]:
-    """The window's size; the checkpoint's counts while its window is open, since it was begun for that size."""
-    if size is None or size == saved:
+    """The window's size; the checkpoint's counts while its window is open, since it was begun for that size (if any)."""
+    if size is None or saved is None or size == saved:
         return []
     return [told("", "gradient_accumulation_steps", saved, size, ours=not is_open)]
