@@ -65,6 +65,10 @@ class AdapterStore(ABC):
     def read(self, name: str, folder: Path) -> dict[str, torch.Tensor]:
         """The tensors that ``write`` wrote, for ``load_state_dict``. Changes nothing."""
 
+    def check_compatible(self, name: str, folder: Path) -> None:  # noqa: B027  (optional)
+        """Raise CheckpointMismatch if what ``folder`` holds computes another function than the live adapter (scale, method).
+        Default: nothing to compare."""
+
     def describe(self, name: str) -> dict[str, Any]:
         """Facts for ``get_train_configs``: rank, alpha, targets."""
         return {}
