@@ -81,7 +81,7 @@ def fit(module: Any, batch: Mapping[str, Any], loss: Loss | None, first: int = 0
             per_row = isinstance(labels, torch.Tensor) and labels.shape == ids.shape[:1]
             check_labels(labels, labels.shape if per_row else ids.shape)
             count = classes_of(module)
-            known = labels.masked_fill(labels == IGNORE_INDEX, 0)
+            known = labels.masked_fill(labels == IGNORE_INDEX, 0) if _readable(labels) else labels
             way = f"a label of this model is 0 to {(count or 0) - 1}, or {IGNORE_INDEX} where nothing is trained"
             _within(batch, "labels", known, count, first, way)
     if packs(fitted):
