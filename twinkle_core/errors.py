@@ -863,6 +863,16 @@ class ModelNotLoaded(TwinkleError, OSError):
         super().__init__(f"the model in '{folder}' could not be loaded: {library_says}")
 
 
+class HoldsAdapter(TwinkleError, ValueError):
+    """An adapter's folder where a model is to be loaded from."""
+
+    def __init__(self, folder: object, base: str | None) -> None:
+        super().__init__(
+            f"'{folder}' holds an adapter, not a model.\n"
+            f"    load its base model (model_id={base or '...'!r}), then call add_adapter_to_model(name, '{folder}')"
+        )
+
+
 class UnknownOption(TwinkleError, ValueError):
     """A value that isn't one of those a parameter takes."""
 
@@ -900,6 +910,33 @@ class NotComputed(TwinkleError, ValueError):
         super().__init__(f"{model} gives no {need}: {why}")
 
 
+class BadLabels(TwinkleError, ValueError):
+    """Labels that are not one whole number for each position, where log-probabilities of labels are wanted."""
+
+    TOKENS = "aligned labels, one whole number for each token: what it must predict, or -100 where nothing is trained"
+
+    def __init__(self, why: str, wanted: str = TOKENS) -> None:
+        super().__init__(f"labels can't be used: {why}.\n    give {wanted}")
+
+
+class NoGraph(TwinkleError, RuntimeError):
+    """A backward of something that no trained weight took part in."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the loss has no graph, so there is nothing to go back through: nothing that is trained took part in it.\n"
+            "    it may be a new tensor, or detached (a loss must compute with the outputs it is given); or the adapter is "
+            "frozen (inference_mode=True)"
+        )
+
+
+class WrongType(TwinkleError, TypeError):
+    """A constructor's argument of a type that can't be used."""
+
+    def __init__(self, owner: str, parameter: str, value: object, wanted: str) -> None:
+        super().__init__(f"{owner}: {parameter}={value!r} is a {type(value).__name__}; it must be {wanted}.")
+
+
 class WeightsMismatch(CheckpointMismatch):
     """Tensors that are not those of the model or adapter (``what``). Nothing was loaded."""
 
@@ -911,9 +948,17 @@ class WeightsMismatch(CheckpointMismatch):
         unknown: Sequence[str] = (),
         misshapen: Sequence[tuple[str, Sequence[int], Sequence[int]]] = (),
         parted: Sequence[str] = (),
+        mistyped: Sequence[tuple[str, str, str]] = (),
     ) -> None:
         shapes = [f"{key} is {list(there)} in the file and {list(here)} here" for key, there, here in misshapen]
-        found = {"missing": missing, "unknown": unknown, "misshapen": shapes, "tied here, different there": parted}
+        types = [f"{key} is {there} in the file and {here} here" for key, there, here in mistyped]
+        found = {
+            "missing": missing,
+            "unknown": unknown,
+            "misshapen": shapes,
+            "of another kind": types,
+            "tied here, different there": parted,
+        }
         lines = [
             f"{label} ({len(keys)}): {', '.join(keys[:5])}{', ...' if len(keys) > 5 else ''}"
             for label, keys in found.items()

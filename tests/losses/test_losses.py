@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from twinkle_core.contracts.loss import Loss
-from twinkle_core.errors import BadLossSetting, LabelsMissing
+from twinkle_core.errors import BadLabels, BadLossSetting, LabelsMissing
 from twinkle_core.losses.chunked_cross_entropy import ChunkedCrossEntropyLoss
 from twinkle_core.losses.cross_entropy import CrossEntropyLoss
 from twinkle_core.losses.mse import MSELoss
@@ -106,10 +106,52 @@ def test_declared_scope_and_locality_hold(module, loss):
     assert sum(int(p.weight) for p in parts) == int(whole.weight)
 
 
-@pytest.mark.parametrize(("cls", "value"), [(CrossEntropyLoss, 1.0), (CrossEntropyLoss, -0.1), (ChunkedCrossEntropyLoss, 0)])
+@pytest.mark.parametrize(
+    ("cls", "value"),
+    [
+        *((CrossEntropyLoss, v) for v in (1.0, -0.1, "x", None, True, math.nan)),
+        *((ChunkedCrossEntropyLoss, v) for v in (0, "a", 1.5, None, True)),
+    ],
+)
 def test_settings_out_of_range_are_refused(cls, value):
-    with pytest.raises(BadLossSetting, match=rf"{cls.__name__}\(.*={value}"):
+    with pytest.raises(BadLossSetting, match=rf"{cls.__name__}\(.*={value!r}"):
         cls(value)
+
+
+def test_mse_takes_a_list_and_refuses_targets_of_another_shape(module):
+    rows = random_rows([2, 2])
+    as_list = evaluate(module, MSELoss(), rows, targets=[[1.0, 2.0], [3.0, 4.0]])[1]
+    as_tensor = evaluate(module, MSELoss(), rows, targets=torch.tensor([[1.0, 2.0], [3.0, 4.0]]))[1]
+    assert torch.equal(as_list.sum, as_tensor.sum)
+    for targets, told in (
+        ([1.0, 2.0], r"\[2\].*\[2, 2\]"),
+        (1.0, r"\[\]"),
+        ([[1.0], [2.0, 3.0]], "can't be made"),
+        ("x", "can't"),
+    ):
+        with pytest.raises(BadLabels, match=told):
+            evaluate(module, MSELoss(), rows, targets=targets)
+
+
+@pytest.mark.parametrize("loss", LOSSES[:3], ids=["plain", "smoothed", "chunked"])
+def test_labels_of_another_shape_or_kind_are_refused(module, loss):
+    inputs = InputProcessor().collate(random_rows([6, 6, 6]))
+    outputs = compute(module, inputs, losses.engine_needs(loss, []))
+    for labels in (inputs["labels"][:, 1:], inputs["labels"].T, inputs["labels"].float()):
+        with pytest.raises(BadLabels):
+            bent = {**inputs, "labels": labels}
+            loss(bent, compute(module, bent, losses.engine_needs(loss, [])))
+    assert outputs
+
+
+@pytest.mark.parametrize("loss", LOSSES[:3], ids=["plain", "smoothed", "chunked"])
+def test_temperature_reaches_every_loss_on_tokens(module, loss):
+    inputs = InputProcessor().collate(random_rows([3, 7, 2]))
+    got = loss(inputs, compute(module, inputs, losses.engine_needs(loss, []), temperature=0.5)).sum
+    with torch.no_grad():
+        module.output_layer.weight *= 2
+        module.output_layer.bias *= 2
+    torch.testing.assert_close(got, loss(inputs, compute(module, inputs, losses.engine_needs(loss, []))).sum)
 
 
 def test_B45_labels_are_aligned_and_nobody_shifts_them():

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from twinkle_core.ops.token_logps import logps_from_logits, token_logps
+from twinkle_core.errors import BadLabels
+from twinkle_core.ops.token_logps import Tempered, logps_from_logits, token_logps
 
 V, D = 13, 6
 
@@ -135,6 +136,32 @@ def test_without_a_label_there_is_still_a_graph(trainable, layer_type):
     for parameter in layer.parameters():
         assert parameter.grad is None or torch.equal(parameter.grad, torch.zeros_like(parameter))
         assert (parameter.grad is not None) == trainable
+
+
+@pytest.mark.parametrize("road", [token_logps, logps_from_logits])
+def test_labels_must_be_whole_numbers_one_for_each_position(road):
+    """Of another shape, or one label for a whole row, they would be read at wrong positions."""
+    layer, hidden, labels = case(False)
+    call = (lambda y: token_logps(hidden, layer, y)) if road is token_logps else (lambda y: logps_from_logits(layer(hidden), y))
+    for bad, told in (
+        (labels[:, 1:], r"\[2, 6\].*\[2, 7\]"),
+        (labels.T, r"\[7, 2\]"),
+        (labels[:, 0], r"\[2\]"),
+        (labels.double(), "float64"),
+        (labels > 0, "bool"),
+        (labels.tolist(), "list"),
+    ):
+        with pytest.raises(BadLabels, match=told):
+            call(bad)
+
+
+@pytest.mark.parametrize("trainable", [False, True])
+def test_tempered_layer_is_the_temperature(trainable):
+    layer, hidden, labels = case(trainable)
+    wanted = token_logps(hidden, layer, labels, temperature=0.35, entropies=True)
+    got = token_logps(hidden, Tempered(layer, 0.5), labels, temperature=0.7, entropies=True)
+    assert torch.equal(got[0], wanted[0]) and torch.equal(got[1], wanted[1])
+    torch.testing.assert_close(Tempered(layer, 0.5)(hidden), layer(hidden) * 2)
 
 
 def test_no_grad_mode_keeps_no_graph():

@@ -128,6 +128,13 @@ def test_float_labels_are_targets_not_tokens():
     assert batch["labels"].dtype == torch.float32
 
 
+def test_float_labels_for_each_token_have_no_place_in_a_packed_sequence():
+    rows = [row([1, 2], [0.1, 0.9]), row([4, 3], [0.2, 0.8])]
+    with pytest.raises(BadRow, match=r"'labels' is torch.float32.*padding_free=False"):
+        InputProcessor(padding_free=True).collate(rows)
+    assert InputProcessor(padding_free=True).collate([row([1, 2], 0.1), row([3], 0.2)])["labels"].shape == (2,)
+
+
 def test_rows_without_labels_collate_for_inference():
     assert "labels" not in InputProcessor().collate([row([1]), row([2, 3])])
 
@@ -171,8 +178,12 @@ def test_a_padded_row_can_not_be_packed():
 
 @pytest.mark.parametrize(
     "kwargs",
-    [{"padding_side": "top"}, {"pad_to_multiple_of": 0}, {"padding_free": True, "pad_to_multiple_of": 8}, {"pad_id": -1}],
+    [
+        *({"padding_side": "top"}, {"pad_to_multiple_of": 0}, {"padding_free": True, "pad_to_multiple_of": 8}, {"pad_id": -1}),
+        *({"pad_id": "0"}, {"pad_id": True}, {"pad_id": 1.5}, {"padding_free": "yes"}, {"pad_to_multiple_of": True}),
+    ],
 )
 def test_bad_arguments_are_told_at_construction(kwargs):
-    with pytest.raises(BadRow, match="=".join(map(str, list(kwargs.items())[-1])).replace("top", "'top'")):
+    name, value = list(kwargs.items())[-1]
+    with pytest.raises(BadRow, match=f"{name}={value!r}"):
         InputProcessor(**kwargs)

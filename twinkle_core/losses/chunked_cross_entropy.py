@@ -25,8 +25,8 @@ class ChunkedCrossEntropyLoss(Loss):
     token_local = True
 
     def __init__(self, chunk_size: int = 1024) -> None:
-        if chunk_size < 1:
-            raise BadLossSetting("ChunkedCrossEntropyLoss", "chunk_size", chunk_size, "at least 1")
+        if isinstance(chunk_size, bool) or not isinstance(chunk_size, int) or chunk_size < 1:
+            raise BadLossSetting("ChunkedCrossEntropyLoss", "chunk_size", chunk_size, "a whole number of at least 1")
         self.chunk_size = chunk_size
 
     def __call__(self, inputs: InputFeature, outputs: ModelOutput) -> LossOutput:

@@ -7,6 +7,7 @@ from torch.nn.functional import cross_entropy
 
 from twinkle_core.contracts.loss import Loss
 from twinkle_core.errors import BadLossSetting
+from twinkle_core.ops.token_logps import check_labels
 from twinkle_core.types import IGNORE_INDEX, InputFeature, LossOutput, ModelOutput
 
 
@@ -30,8 +31,9 @@ class CrossEntropyLoss(Loss):
     token_local = True
 
     def __init__(self, label_smoothing: float = 0.0) -> None:
-        if not 0.0 <= label_smoothing < 1.0:
-            raise BadLossSetting("CrossEntropyLoss", "label_smoothing", label_smoothing, "at least 0 and less than 1")
+        number = isinstance(label_smoothing, (int, float)) and not isinstance(label_smoothing, bool)
+        if not number or not 0.0 <= label_smoothing < 1.0:
+            raise BadLossSetting("CrossEntropyLoss", "label_smoothing", label_smoothing, "a number, at least 0 and less than 1")
         self.label_smoothing = label_smoothing
         if label_smoothing:
             self.needs = frozenset({"logits", "labels"})  # type: ignore[misc]
@@ -43,6 +45,7 @@ class CrossEntropyLoss(Loss):
         if not self.label_smoothing:
             # logps are 0 where nothing is trained
             return LossOutput(-outputs.logps.sum(), mask.sum())
+        check_labels(labels, outputs.logits.shape[:-1])
         logits = outputs.logits[mask]
         logits = logits if logits.dtype == torch.float64 else logits.float()
         total = cross_entropy(logits, labels[mask], reduction="sum", label_smoothing=self.label_smoothing)

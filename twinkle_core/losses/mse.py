@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from twinkle_core.contracts.loss import Loss
-from twinkle_core.errors import LabelsMissing
+from twinkle_core.errors import BadLabels, LabelsMissing
 from twinkle_core.types import IGNORE_INDEX, InputFeature, LossOutput, ModelOutput
 
 
@@ -16,8 +16,11 @@ class MSELoss(Loss):
 
     Args (of a call):
         values: what the model's value head gives, ``[B, T]``.
-        targets: y, ``[B, T]``; default the ``labels``, as numbers. A token counts unless its
+        targets: y, of the shape of the values; default the ``labels``, as numbers. A token counts unless its
             target is -100 or NaN.
+
+    Raises (of a call):
+        LabelsMissing, BadLabels.
     """
 
     needs = frozenset({"values"})
@@ -31,7 +34,15 @@ class MSELoss(Loss):
             raise LabelsMissing("MSELoss", sorted(inputs))
         values: torch.Tensor = outputs["values"]
         values = values if values.dtype == torch.float64 else values.float()
-        goal = goal.to(values.device, values.dtype)
+        try:
+            goal = torch.as_tensor(goal).to(values.device, values.dtype)
+        except (TypeError, ValueError, RuntimeError) as cause:
+            raise BadLabels(
+                f"the targets can't be made a tensor ({cause})", "one number for each value of the model"
+            ) from cause
+        if goal.shape != values.shape:  # broadcast, each value would be compared with the targets of others
+            why = f"the targets' shape is {list(goal.shape)}, and the model's values have {list(values.shape)}"
+            raise BadLabels(why, "one number for each value of the model")
         mask = (goal != IGNORE_INDEX) & ~goal.isnan()
         error = torch.where(mask, values - goal, torch.zeros_like(values))
         return LossOutput(error.square().sum(), mask.sum())

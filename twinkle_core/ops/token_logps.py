@@ -16,12 +16,44 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from twinkle_core.errors import BadLabels
 from twinkle_core.types import IGNORE_INDEX
 
 #: logits that are there at once, by default: 128 MiB in float32, but never fewer rows than keep a matmul busy
 CHUNK_ELEMENTS, CHUNK_ROWS = 2**25, 256
 
 Result = tuple[Tensor, Tensor | None, Tensor | None]
+
+
+def check_labels(labels: Any, shape: torch.Size) -> None:
+    """Labels must be whole numbers, one for each position of ``shape``: of another shape they would be read at wrong places.
+
+    Raises:
+        BadLabels
+    """
+    if not isinstance(labels, Tensor):
+        raise BadLabels(f"they are a {type(labels).__name__}, not a tensor")
+    if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
+        raise BadLabels(
+            f"they are {str(labels.dtype).removeprefix('torch.')}, not whole numbers (for a regression: set_loss('mse'))"
+        )
+    if labels.shape != shape:
+        raise BadLabels(f"their shape is {list(labels.shape)}, and the model's outputs have {list(shape)}")
+
+
+class Tempered(nn.Module):
+    """An output layer whose logits are divided by a temperature. ``token_logps`` looks through it."""
+
+    layer: nn.Module
+    temperature: float
+
+    def __init__(self, layer: nn.Module, temperature: float) -> None:
+        super().__init__()
+        self.layer, self.temperature = layer, temperature
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        logits: Tensor = self.layer(hidden)
+        return logits / self.temperature
 
 
 def token_logps(
@@ -52,7 +84,14 @@ def token_logps(
     Returns:
         logps ``[...]`` (0 where the label is -100), entropies ``[...]`` (0 there) or None, predictions ``[...]`` (-100 there)
         or None; float32, or float64 for such logits.
+
+    Raises:
+        BadLabels: labels are not whole numbers of the shape ``[...]``.
     """
+    check_labels(labels, hidden.shape[:-1])
+    if isinstance(output_layer, Tempered):
+        temperature *= output_layer.temperature
+        output_layer = output_layer.layer
     flat, index = hidden.reshape(-1, hidden.shape[-1]), _valid(labels)
     rows = flat.index_select(0, index)
     chosen = labels.reshape(-1).index_select(0, index)
@@ -92,6 +131,7 @@ def logps_from_logits(
     Other arguments and the result are those of ``token_logps``. Backward recomputes the softmax of a chunk; beside the gradient
     of the logits nothing of size V is kept.
     """
+    check_labels(labels, logits.shape[:-1])
     chunk = chunk_size or _chunk_rows(logits.shape[-1])
     flat, index = logits.reshape(-1, logits.shape[-1]), _valid(labels)
     chosen = labels.reshape(-1).index_select(0, index)

@@ -43,15 +43,17 @@ class InputProcessor(Processor):
         pad_to_multiple_of: int | None = None,
         pad_id: int = 0,
     ) -> None:
+        if not isinstance(padding_free, bool):
+            raise BadRow.argument("padding_free", padding_free, "True or False")
         if padding_side not in ("right", "left"):
             raise BadRow.argument("padding_side", padding_side, "'right' or 'left'")
-        if pad_to_multiple_of is not None and (not isinstance(pad_to_multiple_of, int) or pad_to_multiple_of < 1):
+        if pad_to_multiple_of is not None and (not _is_whole(pad_to_multiple_of) or pad_to_multiple_of < 1):
             raise BadRow.argument("pad_to_multiple_of", pad_to_multiple_of, "a whole number from 1 up, or None")
         if padding_free and pad_to_multiple_of not in (None, 1):
             way = "padding_free=True pads nothing; leave one of them out"
             raise BadRow.argument("pad_to_multiple_of", pad_to_multiple_of, way)
-        if not 0 <= pad_id <= _MAX_ID:
-            raise BadRow.argument("pad_id", pad_id, "a token id, 0 or more")
+        if not _is_whole(pad_id) or not 0 <= pad_id <= _MAX_ID:
+            raise BadRow.argument("pad_id", pad_id, "a token id, a whole number from 0 up")
         self.padding_free = padding_free
         self.padding_side = padding_side
         self.pad_to_multiple_of = pad_to_multiple_of
@@ -79,6 +81,7 @@ class InputProcessor(Processor):
         if "position_ids" not in tokens:
             tokens["position_ids"] = [torch.cat([torch.arange(n) for n in piece]) for piece in pieces]
         if self.padding_free:
+            _check_packed_labels(whole.get("labels"))
             batch = _pack(tokens, [n for piece in pieces for n in piece])
         else:
             packed = next((i for i, piece in enumerate(pieces) if len(piece) > 1), None)
@@ -103,6 +106,10 @@ class InputProcessor(Processor):
             n = row.shape[0]
             target[slice(size - n, size) if self.padding_side == "left" else slice(0, n)] = row
         return out
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _ids(index: int, row: Mapping[str, Any]) -> torch.Tensor:
@@ -177,6 +184,13 @@ def _sort_field(
     else:
         _same(name, [t.shape for t in tensors], "shape")
         whole[name] = torch.stack(tensors)
+
+
+def _check_packed_labels(labels: Any) -> None:
+    """Labels that are no token labels are stacked, and have no place in one sequence of all rows."""
+    if isinstance(labels, torch.Tensor) and labels.dim() > 1:
+        way = f"is {labels.dtype}, one row of {list(labels.shape[1:])} values; packed rows have whole numbers, one a token"
+        raise BadRow.field(0, "labels", f"{way} (or use padding_free=False)")
 
 
 def _same(name: str, shapes: Sequence[torch.Size], what: str) -> None:

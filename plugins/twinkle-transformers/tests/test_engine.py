@@ -131,14 +131,40 @@ def test_positions_of_ones_own_are_kept(tiny):
     assert not torch.allclose(expected, m.module(input_ids=ids).logits, atol=1e-3)
 
 
-def test_models_that_cap_their_logits_go_by_their_logits():
-    from transformers import Gemma2Config, Gemma2ForCausalLM
+def gemma2(**changes):
+    from transformers import Gemma2Config
 
-    config = Gemma2Config(
-        vocab_size=264, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=8, final_logit_softcapping=0.5, attn_implementation="eager",
-    )  # fmt: skip
-    m = TransformersModel(Gemma2ForCausalLM, config=config, mixed_precision="no")
+    return Gemma2Config(**{
+        "vocab_size": 264, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 8, "final_logit_softcapping": 0.5, "attn_implementation": "eager", **changes,
+    })  # fmt: skip
+
+
+@pytest.mark.parametrize("told", [True, False], ids=["by its config", "by asking the model"])
+@pytest.mark.parametrize("mixed", ["no", "bf16", "fp16"])
+def test_a_cap_that_todays_logits_do_not_reach_is_seen(told, mixed, monkeypatch):
+    """Small logits pass a cap unchanged; the answer must hold when they have grown."""
+    from transformers import Gemma2ForCausalLM
+
+    if not told:
+        monkeypatch.setattr("twinkle_transformers.probes._says_more", lambda config: False)
+    config = gemma2(final_logit_softcapping=30.0, initializer_range=0.02)
+    m = TransformersModel(Gemma2ForCausalLM, config=config, mixed_precision=mixed)
+    m.set_loss("chunked_cross_entropy")
+    m.set_optimizer("sgd")
+    with pytest.raises(NotComputed, match="Gemma2ForCausalLM"):
+        m.forward_backward(rows(6))
+    plain = TransformersModel(config=tiny_config(initializer_range=0.02), mixed_precision=mixed)
+    plain.set_loss("chunked_cross_entropy")
+    plain.set_optimizer("sgd")
+    assert float(plain.forward_backward(rows(6))) > 0
+    assert not plain.module.lm_head._forward_pre_hooks
+
+
+def test_models_that_cap_their_logits_go_by_their_logits():
+    from transformers import Gemma2ForCausalLM
+
+    m = TransformersModel(Gemma2ForCausalLM, config=gemma2(), mixed_precision="no")
     batch = rows(6)
     expected = by_hand(m.module, batch).item()
     m.set_optimizer("sgd")
@@ -160,6 +186,28 @@ def test_temperature(tiny):
     for logits_too in (True, False):
         out = m.forward_only(batch, temperature=0.5, return_logits=logits_too)
         torch.testing.assert_close(out.logps[0, 1:], expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("model_class", ["LlamaForCausalLM", "Gemma2ForCausalLM"])
+def test_every_loss_sees_the_temperature(model_class):
+    """Cross entropy from logps, hidden states and logits, on both roads: one value, also when it is computed afterwards."""
+    import transformers
+
+    config = tiny_config() if model_class.startswith("Llama") else gemma2()
+    m = TransformersModel(model_class, config=config, mixed_precision="no")
+    m.set_optimizer("sgd", lr=0.0)
+    assert hasattr(transformers, model_class)
+    batch, found = rows(6, 4), {}
+    losses = [("cross_entropy", {}), ("cross_entropy", {"label_smoothing": 1e-9})]
+    for loss, options in [*losses, ("chunked_cross_entropy", {})][: 3 if model_class.startswith("Llama") else 2]:
+        m.set_loss(loss, **options)
+        for temperature in (1.0, 0.5):
+            value = float(m.forward_backward(batch, temperature=temperature))
+            m.zero_grad(drop=True)
+            m.forward_only(batch, temperature=temperature)
+            assert m.calculate_loss() == pytest.approx(value, rel=1e-5)
+            assert found.setdefault(temperature, value) == pytest.approx(value, rel=1e-5)
+    assert abs(found[1.0] - found[0.5]) > 1e-3
 
 
 @pytest.mark.parametrize("on", [True, False])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 
 import pytest
@@ -18,6 +19,7 @@ from twinkle_core.errors import (
     UnknownModelClass,
     UnknownOption,
     WrongArgument,
+    WrongType,
 )
 from twinkle_core.mesh import DeviceMesh
 from twinkle_transformers.model import TransformersModel
@@ -92,6 +94,24 @@ def test_unknown_values(tiny):
         TransformersModel(model_id=tiny, mixed_precision="fp16", grad_scaler_config={"init_scal": 2.0})
     with pytest.raises(NoModel, match="model_id"):
         model()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("gradient_checkpointing", "yes"),
+        ("ddp_config", 5),
+        ("fsdp_config", [1]),
+        ("grad_scaler_config", 5),
+        ("config", 5),
+        ("device_mesh", 5),
+        ("memory_efficient_init", "no"),
+        ("model_id", 5),
+    ],
+)
+def test_values_of_a_wrong_type_are_told(tiny, name, value):
+    with pytest.raises(WrongType, match=rf"TransformersModel: {name}={re.escape(repr(value))} is a"):
+        model(**{"model_id": tiny, name: value})
 
 
 def test_fp8_names_what_it_needs(tiny):

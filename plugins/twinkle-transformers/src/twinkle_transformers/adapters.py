@@ -15,10 +15,11 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
 
 from twinkle_core.contracts.adapters import BASE, AdapterStore
-from twinkle_core.errors import BadAdapter, DuplicateAdapter, UnknownAdapter
+from twinkle_core.errors import BadAdapter, CheckpointDamaged, CheckpointMismatch, DuplicateAdapter, UnknownAdapter
+from twinkle_core.log import get_logger
 from twinkle_core.names import closest
 from twinkle_transformers import checkpoint
-from twinkle_transformers.precision import Precision
+from twinkle_transformers.precision import Precision, widen
 from twinkle_transformers.rules import check_config, check_name
 from twinkle_transformers.tree import peft_layers, plain_parameters, plain_state, skeleton, unwrap
 
@@ -261,11 +262,39 @@ class PeftAdapters(AdapterStore):
             state = checkpoint.with_ties(live, state)
         checkpoint.check_keys(live, state, f"adapter '{name}'" if name else "the model")
         if name == BASE:
-            with torch.no_grad():
-                for key, tensor in state.items():
-                    live[key].copy_(tensor)
+            self._load_base(state)
             return
         set_peft_model_state_dict(self._peft, dict(state), adapter_name=self._inner[name])
+
+    def _load_base(self, state: Mapping[str, torch.Tensor]) -> None:
+        """A weight that the file holds in a wider type takes that type, as a model loaded from the file would have it; but not
+        beneath adapters, where the base is in the compute type on purpose."""
+        for key, parameter in {} if self._inner else plain_parameters(self.module).items():
+            if key in state and parameter.is_floating_point() and state[key].element_size() > parameter.element_size():
+                widen(parameter, state[key].dtype)
+        live = self.state_dict(BASE)
+        with torch.no_grad():
+            for key, tensor in state.items():
+                live[key].copy_(tensor)
+
+    def check_compatible(self, name: str, folder: Path) -> None:
+        """Raise CheckpointMismatch if what ``folder`` holds computes another function than the live adapter (scale, method)."""
+        file = Path(folder) / checkpoint.ADAPTER_CONFIG
+        if self._known(name) == BASE or not file.is_file():
+            return
+        try:
+            saved = checkpoint.adapter_config(name, Path(folder))
+        except BadAdapter as error:
+            raise CheckpointDamaged(str(file), str(error.__cause__)) from error
+        found = checkpoint.config_differences(saved, self.config(name))
+        dropout = {field: found.pop(field) for field in list(found) if "dropout" in field}
+        if found:
+            listed = "; ".join(f"{field} is {there!r} there and {here!r} here" for field, (there, here) in found.items())
+            raise CheckpointMismatch(str(file), f"adapter '{name}' would compute something else with these tensors: {listed}")
+        for field, (there, here) in dropout.items():
+            get_logger("transformers").warning(
+                "adapter '%s' trains on with %s=%r; the checkpoint '%s' was trained with %r", name, field, here, folder, there
+            )
 
     def write(self, name: str, folder: Path) -> None:
         if self._known(name) == BASE:

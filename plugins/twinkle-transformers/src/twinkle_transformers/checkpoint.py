@@ -14,20 +14,25 @@ from peft import PeftConfig
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from twinkle_core.errors import BadAdapter, CheckpointDamaged, CheckpointNotFound, WeightsMismatch
-from twinkle_transformers.tree import plain_state
+from twinkle_core.errors import BadAdapter, CheckpointDamaged, CheckpointMismatch, CheckpointNotFound, WeightsMismatch
+from twinkle_transformers.tree import plain_state, weight_of
 
 ADAPTER_FILE = "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
 
 
 def check_keys(live: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor], what: str) -> None:
-    """Same keys and same shapes, or WeightsMismatch that names them."""
+    """Same keys, same shapes, and numbers of one kind, or WeightsMismatch that names them."""
     missing = [k for k in live if k not in state]
     unknown = [k for k in state if k not in live]
     misshapen = [(k, state[k].shape, live[k].shape) for k in live if k in state and state[k].shape != live[k].shape]
-    if missing or unknown or misshapen:
-        raise WeightsMismatch(what, missing=missing, unknown=unknown, misshapen=misshapen)
+    mistyped = [
+        (k, str(state[k].dtype), str(live[k].dtype))
+        for k in live
+        if k in state and state[k].is_floating_point() != live[k].is_floating_point()  # copying would cut values off
+    ]
+    if missing or unknown or misshapen or mistyped:
+        raise WeightsMismatch(what, missing=missing, unknown=unknown, misshapen=misshapen, mistyped=mistyped)
 
 
 def _storage(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -80,6 +85,15 @@ def adapter_folder(path: str | Path) -> Path:
     return folder
 
 
+def base_of(folder: Path) -> str | None:
+    """The model that the adapter in a folder was made for, if its config says so."""
+    try:
+        found = json.loads((folder / ADAPTER_CONFIG).read_text("utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found.get("base_model_name_or_path") if isinstance(found, dict) else None
+
+
 def adapter_config(name: str, folder: Path) -> PeftConfig:
     """The config in a folder, ready to train (PEFT saves every config as if it were for inference)."""
     try:
@@ -88,6 +102,30 @@ def adapter_config(name: str, folder: Path) -> PeftConfig:
         raise BadAdapter(name, f"{folder / ADAPTER_CONFIG} is no config that peft understands: {error}") from error
     config.inference_mode = False
     return config
+
+
+#: Fields of peft's configs that say where tensors are, where they come from, or how they begin, not what they compute.
+_NO_FUNCTION = frozenset(
+    {"auto_mapping", "base_model_name_or_path", "exclude_modules", "fan_in_fan_out", "inference_mode", "layers_pattern"}
+    | {"layers_to_transform", "megatron_config", "megatron_core", "modules_to_save", "peft_version", "progressbar", "revision"}
+    | {"runtime_config", "save_projection", "target_modules", "task_type", "ensure_weight_tying"}
+    | {"corda_config", "eva_config", "loftq_config", "lora_ga_config"}
+)
+
+
+def _plain(value: Any) -> Any:
+    """A field's value in one form, however it was written down; all that is empty is one."""
+    value = getattr(value, "value", value)
+    return (sorted(value) if isinstance(value, (set, tuple)) else value) or None
+
+
+def config_differences(saved: PeftConfig, live: PeftConfig) -> dict[str, tuple[Any, Any]]:
+    """Fields, with both values, by which two configs compute differently from the same tensors (or differ in dropout)."""
+    there, here = dict(vars(saved)), dict(vars(live))
+    if _plain(saved.peft_type) != _plain(live.peft_type):
+        return {"peft_type": (_plain(saved.peft_type), _plain(live.peft_type))}
+    fields = [f for f in here if f in there and f not in _NO_FUNCTION and not f.startswith("init_")]
+    return {f: (there[f], here[f]) for f in fields if _plain(there[f]) != _plain(here[f])}
 
 
 def read_adapter(folder: Path) -> dict[str, torch.Tensor]:
@@ -129,16 +167,10 @@ def write_model(module: Any, state: dict[str, torch.Tensor], folder: Path) -> No
         return
     file = Path(folder) / "config.json"
     config = json.loads(file.read_text("utf-8"))
-    parted = _storage(_weight(first)) != _storage(_weight(last))
+    parted = _storage(weight_of(first)) != _storage(weight_of(last))
     if parted and config.get("tie_word_embeddings", True) is not False:
         config["tie_word_embeddings"] = False
         file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", "utf-8")
-
-
-def _weight(layer: Any) -> torch.Tensor:
-    while hasattr(layer, "base_layer") or hasattr(layer, "original_module"):
-        layer = layer.base_layer if hasattr(layer, "base_layer") else layer.original_module
-    return layer.weight  # type: ignore[no-any-return]
 
 
 def model_files(folder: Path) -> list[Path]:
@@ -148,6 +180,9 @@ def model_files(folder: Path) -> list[Path]:
         names = sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
     else:
         names = ["model.safetensors"]
+        if (Path(folder) / ADAPTER_CONFIG).is_file() and not (Path(folder) / names[0]).exists():
+            way = "load it into an adapter: load(..., adapter_name=...), or add_adapter_to_model(name, folder)"
+            raise CheckpointMismatch(str(folder), f"it holds an adapter, and the base model was to be loaded; {way}")
     files = [Path(folder) / name for name in names]
     for file in files:
         if not file.is_file() or os.path.getsize(file) == 0:

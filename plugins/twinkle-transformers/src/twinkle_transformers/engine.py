@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
@@ -10,17 +11,23 @@ from typing import Any, Literal
 import torch
 
 from twinkle_core.contracts.engine import GENERATE, SPLIT_STEP, Batch
-from twinkle_core.errors import NotComputed
+from twinkle_core.contracts.loss import Loss
+from twinkle_core.errors import NoGraph, NotComputed, UnknownOption
 from twinkle_core.mesh import DeviceMesh
-from twinkle_core.ops.token_logps import logps_from_logits, token_logps
+from twinkle_core.names import closest
+from twinkle_core.ops.token_logps import Tempered, logps_from_logits, token_logps
 from twinkle_core.train.loop_engine import LoopEngine, evaluating
+from twinkle_core.train.session import Session
 from twinkle_core.types import InputFeature, ModelOutput
 from twinkle_transformers.generate import complete
-from twinkle_transformers.precision import Precision
+from twinkle_transformers.inputs import Fitted, fit, packs
+from twinkle_transformers.precision import NARROW, Precision
 from twinkle_transformers.probes import check_isolation, output_layer_of
 
 #: what is computed from labels, token by token
 TOKEN_NEEDS = frozenset({"logps", "entropies", "predictions"})
+#: what a model may be asked for; all but the first: whatever its own logits are
+TASKS = ("causal_lm", "seq_cls", "token_cls", "embedding")
 
 
 @contextlib.contextmanager
@@ -92,16 +99,56 @@ class TransformersEngine(LoopEngine):
         self._caches = "use_cache" in inspect.signature(module.forward).parameters
         self._roads: dict[tuple[Any, ...], Any] = {}
         self._isolated: set[Any] = set()
+        self._own = list(module.parameters())  # the model's, without those of adapters, which are fp32 from the beginning
 
     # ------------------------------------------------------------------------------------------------ forward
+
+    def prepare(
+        self,
+        session: Session,
+        rows: Sequence[InputFeature] | InputFeature,
+        *,
+        micro_batch_size: int | None = None,
+        loss_args: Mapping[str, Any] | None = None,
+    ) -> list[Batch]:
+        """See ``Engine.prepare``. Ids and labels that the model has no place for are refused here, while they are on the CPU.
+
+        Raises:
+            BadInputs, BadRow, BadLabels, PackingLeaks
+        """
+        loss = session.loss
+        if isinstance(rows, Mapping):
+            rows = self._fit(rows, loss)
+        else:
+            assert session.processor is not None
+            fitted = Fitted(session.processor, lambda batch, first: self._fit(batch, loss, first))
+            session = copy.copy(session)
+            session.processor = fitted
+        return super().prepare(session, rows, micro_batch_size=micro_batch_size, loss_args=loss_args)
+
+    def _fit(self, batch: Mapping[str, Any], loss: Loss | None, first: int = 0) -> InputFeature:
+        fitted = fit(self.module, batch, loss, first)
+        if packs(fitted):
+            self._check_isolation()
+        return fitted
 
     def forward(
         self, batch: Batch, needs: frozenset[str], *, train: bool, temperature: float = 1.0, task: str = "causal_lm"
     ) -> ModelOutput:
-        """See ``Engine.forward``. ``task`` other than ``causal_lm``: whatever the model's own logits are, without labels."""
+        """See ``Engine.forward``. ``task`` other than ``causal_lm``: whatever the model's own logits are, without labels.
+
+        ``logits``, and what the ``output_layer`` that goes with ``hidden`` makes, are divided by ``temperature`` too: a loss
+        on either sees the same distribution as one on logps.
+
+        Raises:
+            UnknownOption: the task. NotComputed, BadLabels.
+        """
+        if task not in TASKS:
+            raise UnknownOption("task", task, closest(str(task), TASKS), TASKS)
         inputs = self._inputs(batch.inputs)
-        if len(batch.inputs.get("seq_lens") or ()) > 1:
-            self._check_isolation()
+        if train and self.precision.compute is not None:
+            # what is trained is fp32 before its first gradient: in a narrow type gradients of a window would lose digits
+            self.precision.master([p for p in self._own if p.requires_grad and p.dtype in NARROW])
         mode = training(self.module) if train else evaluating(self.module)
         with mode, self.precision.autocast(self.device):
             layer = self._output_layer(inputs) if self._wants_hidden(needs, task) else None
@@ -110,6 +157,8 @@ class TransformersEngine(LoopEngine):
             return self._by_hidden(batch.inputs, inputs, needs, temperature, layer)
 
     def backward(self, loss_sum: torch.Tensor, *, sync: bool = True) -> None:
+        if not loss_sum.requires_grad:
+            raise NoGraph
         with training(self.module):  # gradient checkpointing runs parts of the forward again, with their dropout
             super().backward(loss_sum, sync=sync)
 
@@ -147,7 +196,7 @@ class TransformersEngine(LoopEngine):
         if logits is None and needs & (TOKEN_NEEDS | {"logits", "values"}):
             raise NotComputed(self._name(), "logits", f"its outputs are {', '.join(result.keys())}")
         if "logits" in needs:
-            output["logits"] = logits
+            output["logits"] = logits if temperature == 1.0 else logits / temperature
         if needs & TOKEN_NEEDS:
             labels = batch["labels"]
             if labels.is_floating_point() or labels.shape != logits.shape[:-1]:
@@ -170,10 +219,11 @@ class TransformersEngine(LoopEngine):
         """The body of the model, and its output layer only where there are labels, unless whole logits were asked for."""
         hidden = self.module.base_model(**inputs).last_hidden_state
         output = ModelOutput()
+        shown = layer if temperature == 1.0 else Tempered(layer, temperature)
         if "logits" in needs:
-            output["logits"] = layer(hidden)
+            output["logits"] = shown(hidden)
         if "hidden" in needs:
-            output["hidden"], output["output_layer"] = hidden, layer
+            output["hidden"], output["output_layer"] = hidden, shown
         if needs & TOKEN_NEEDS:
             output.update(_named(needs, token_logps(hidden, layer, batch["labels"], **_wanted(needs), temperature=temperature)))
         return output

@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 
+from twinkle_core.errors import BadRow
 from twinkle_core.types import InputFeature
+from twinkle_transformers.inputs import vocabulary_of
 
 
 def complete(module: Any, rows: Sequence[InputFeature], device: torch.device, options: Mapping[str, Any]) -> list[list[int]]:
@@ -16,7 +18,8 @@ def complete(module: Any, rows: Sequence[InputFeature], device: torch.device, op
     Prompts are padded on the left, because a completion begins at the right. Options that are not given are the model's own
     generation config, except that at most 128 tokens are made instead of filling a cache of unknown size.
     """
-    prompts = [_ids(row) for row in rows]
+    size = vocabulary_of(module)
+    prompts = [_prompt(i, row, size) for i, row in enumerate(rows)]
     longest = max(len(p) for p in prompts)
     config = module.generation_config
     ends = config.eos_token_id if options.get("eos_token_id") is None else options["eos_token_id"]
@@ -31,12 +34,36 @@ def complete(module: Any, rows: Sequence[InputFeature], device: torch.device, op
     return [_until_end(row, ends) for row in made]
 
 
-def _ids(row: Mapping[str, Any]) -> list[int]:
-    ids, mask = row["input_ids"], row.get("attention_mask")
-    if isinstance(ids, torch.Tensor):
-        ids = ids.flatten()
-        return ids[mask.flatten().bool()].tolist() if isinstance(mask, torch.Tensor) else ids.tolist()
-    return list(ids)
+def _prompt(index: int, row: Mapping[str, Any], vocabulary: int | None) -> list[int]:
+    """The ids of one row without its padding.
+
+    Raises:
+        BadRow: there is none, or what it holds are no token ids of the model.
+    """
+    if row.get("input_ids") is None:
+        raise BadRow.missing(index, "input_ids", row)
+    ids, mask = _flat(index, row, "input_ids"), None
+    if row.get("attention_mask") is not None:
+        mask = _flat(index, row, "attention_mask")
+        if len(mask) != len(ids):
+            raise BadRow.length(index, "attention_mask", len(mask), len(ids))
+        ids = ids[mask.bool()]
+    if not len(ids):
+        raise BadRow.field(index, "input_ids", "is empty" if mask is None else "is empty where 'attention_mask' is not 0")
+    if ids.is_floating_point() or ids.dtype == torch.bool:
+        raise BadRow.field(index, "input_ids", f"holds {ids.dtype}, not token ids")
+    found: list[int] = ids.tolist()
+    wrong = next((i for i in (min(found), max(found)) if i < 0 or (vocabulary is not None and i >= vocabulary)), None)
+    if wrong is not None:
+        raise BadRow.field(index, "input_ids", f"holds {wrong}; a token id of this model is 0 to {(vocabulary or 0) - 1}")
+    return found
+
+
+def _flat(index: int, row: Mapping[str, Any], field: str) -> torch.Tensor:
+    try:
+        return torch.as_tensor(row[field], device="cpu").flatten()
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise BadRow.field(index, field, f"can't be made a tensor ({error})") from error
 
 
 def _until_end(ids: list[int], ends: Sequence[int]) -> list[int]:

@@ -10,9 +10,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from twinkle_core import hardware, settings
-from twinkle_core.errors import ManyProcesses, ModelNotLoaded, NoDevice, NoModel, UnknownModelClass, WrongArgument
+from twinkle_core.errors import (
+    HoldsAdapter,
+    ManyProcesses,
+    ModelNotLoaded,
+    NoDevice,
+    NoModel,
+    UnknownModelClass,
+    WrongArgument,
+    WrongType,
+)
 from twinkle_core.log import get_logger
 from twinkle_core.names import closest
+from twinkle_transformers.checkpoint import ADAPTER_CONFIG, base_of
 from twinkle_transformers.precision import Precision
 
 if TYPE_CHECKING:
@@ -58,6 +68,17 @@ def pick_device(mesh: DeviceMesh | None) -> torch.device:
     if accelerator is None or accelerator.type != kind:
         raise NoDevice(kind)
     return torch.device(kind, settings.local_rank() or 0)
+
+
+def check_types(owner: str, given: Mapping[str, tuple[Any, type | tuple[type, ...], str]]) -> None:
+    """Arguments with the types and the words for what each must be. None is always allowed.
+
+    Raises:
+        WrongType
+    """
+    for parameter, (value, types, wanted) in given.items():
+        if value is not None and not isinstance(value, types):
+            raise WrongType(owner, parameter, value, wanted)
 
 
 def check_single_process(owner: str, mesh: DeviceMesh | None) -> None:
@@ -108,7 +129,7 @@ def load_model(
             in which weights are loaded; remote code is not run unless ``trust_remote_code=True`` is among them.
 
     Raises:
-        UnknownModelClass, NoModel, WrongArgument, ModelNotLoaded, and what ``hub.resolve`` raises.
+        UnknownModelClass, NoModel, WrongArgument, ModelNotLoaded, HoldsAdapter, and what ``hub.resolve`` raises.
     """
     cls = model_class(model_cls)
     options = dict(options)
@@ -141,6 +162,9 @@ def _load(
     from transformers import AutoConfig
 
     folder, options = _fetch(model_id, options)
+    place = Path(folder) / (options.get("subfolder") or "")
+    if (place / ADAPTER_CONFIG).is_file():  # transformers would put it in unseen, beneath the adapters of this model
+        raise HoldsAdapter(place, base_of(place))
     options["trust_remote_code"] = trust = bool(options.get("trust_remote_code", False))
     strange = {k: v for k, v in options.items() if k not in _FROM_PRETRAINED}
     if not {"dtype", "torch_dtype"} & set(options):

@@ -56,8 +56,8 @@ class TransformersModel(SessionModel):
             default.
 
     Raises:
-        NoModel, UnknownModelClass, UnknownOption, WrongArgument, ManyProcesses, Fp8Unavailable, ModelNotLoaded, and what
-        ``hub.resolve`` raises.
+        NoModel, UnknownModelClass, UnknownOption, WrongArgument, WrongType, HoldsAdapter, ManyProcesses, Fp8Unavailable,
+        ModelNotLoaded, and what ``hub.resolve`` raises.
     """
 
     adapters: PeftAdapters
@@ -84,6 +84,7 @@ class TransformersModel(SessionModel):
         for parameter, value, known in (("strategy", strategy, STRATEGIES), ("on_nonfinite", on_nonfinite, ("raise", "skip"))):
             if value not in known:
                 raise UnknownOption(parameter, value, closest(str(value), known), known)
+        load.check_types(owner, _types(locals()))
         load.check_single_process(owner, device_mesh)
         precision = Precision(mixed_precision)
         device = load.pick_device(device_mesh)
@@ -117,6 +118,26 @@ class TransformersModel(SessionModel):
     def module(self) -> Any:
         """The transformers model itself, peft's layers inside; in training mode at rest (call ``eval()`` to use it by hand)."""
         return self.adapters.module
+
+
+def _types(given: Mapping[str, Any]) -> dict[str, tuple[Any, type | tuple[type, ...], str]]:
+    """What the arguments of the constructor must be."""
+    from transformers import PretrainedConfig
+
+    from twinkle_core.mesh import DeviceMesh
+
+    mapping, flag = (Mapping, "a dict, or None"), (bool, "True or False")
+    wanted: dict[str, tuple[Any, str]] = {
+        "model_id": ((str, Path), "a folder or a hub's id"),
+        "config": (PretrainedConfig, "a config of transformers (PretrainedConfig)"),
+        "device_mesh": (DeviceMesh, "a twinkle DeviceMesh"),
+        "ddp_config": mapping,
+        "fsdp_config": mapping,
+        "grad_scaler_config": mapping,
+        "memory_efficient_init": flag,
+        "gradient_checkpointing": flag,
+    }
+    return {name: (given[name], types, words) for name, (types, words) in wanted.items()}
 
 
 def _scaler(precision: Precision, device: torch.device, config: Mapping[str, Any] | None) -> torch.amp.GradScaler | None:

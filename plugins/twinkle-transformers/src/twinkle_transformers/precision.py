@@ -14,7 +14,16 @@ from twinkle_core.names import closest
 
 Mixed = Literal["no", "fp8", "fp16", "bf16"]
 
+NARROW = (torch.float16, torch.bfloat16)
 _COMPUTE = {"no": None, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+def widen(parameter: torch.nn.Parameter, dtype: torch.dtype) -> None:
+    """Another type for a parameter and for the gradient that has gathered on it. The parameter keeps its identity."""
+    gradient, parameter.grad = parameter.grad, None
+    parameter.data = parameter.data.to(dtype)
+    if gradient is not None:
+        parameter.grad = gradient.to(dtype)
 
 
 class Precision:
@@ -48,10 +57,8 @@ class Precision:
         """These are trained: fp32, and never frozen into another type. Parameters keep their identity."""
         for parameter in parameters:
             self._masters[parameter] = True
-            if parameter.dtype in (torch.float16, torch.bfloat16):
-                parameter.data = parameter.data.float()
-                if parameter.grad is not None:
-                    parameter.grad = None
+            if parameter.dtype in NARROW:
+                widen(parameter, torch.float32)
 
     def freeze(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """These are frozen: the compute type, unless something trains them. Buffers (rotary tables) are not touched."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -12,6 +13,8 @@ from twinkle_core.errors import PackingLeaks
 from twinkle_core.train.loop_engine import evaluating
 from twinkle_transformers.precision import Precision
 
+#: what configs call that which is done to logits after the output layer
+_AFTER_THE_LAYER = ("softcap", "logit_scale", "logits_scaling", "lm_head_multiplier")
 #: largest relative difference that rounding makes, by type
 _ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
 
@@ -26,8 +29,12 @@ def _differs(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> float:
 def output_layer_of(module: Any, inputs: Mapping[str, Any]) -> bool:
     """Whether the model's logits are its output layer's output on the last hidden state, and nothing more.
 
-    Runs the first tokens of a batch both ways. Random numbers are not drawn, training flags are put back.
+    Runs the first tokens of a batch both ways: with the hidden state as it is, and with one so large that a cap shows, which
+    today's small logits may not reach. What the config says of scales and caps counts too. Random numbers are not drawn,
+    training flags are put back.
     """
+    if _says_more(getattr(module, "config", None)):
+        return False
     layer, body = module.get_output_embeddings(), getattr(module, "base_model", None)
     if layer is None or body is None or body is module or "input_ids" not in inputs:
         return False
@@ -40,9 +47,37 @@ def output_layer_of(module: Any, inputs: Mapping[str, Any]) -> bool:
         hidden = getattr(body(**few), "last_hidden_state", None)
         if hidden is None:
             return False
-        logits = module(**few).logits
-        ours = layer(hidden)
-    return ours.shape == logits.shape and _differs(ours, logits, ours.dtype) == 0.0
+        logits, ours = module(**few).logits, layer(hidden)
+        if ours.shape != logits.shape or _differs(ours, logits, ours.dtype):
+            return False
+        with _input_times(layer, _factor(hidden, ours)):  # wherever it is called from: in the model, and here
+            logits, ours = module(**few).logits, layer(hidden)
+    return _differs(ours, logits, ours.dtype) == 0.0
+
+
+def _says_more(config: Any) -> bool:
+    """Whether a config names something that is done to logits after the output layer."""
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    values = vars(text) if text is not None else {}
+    return any(
+        value not in (None, False, 1)
+        for name, value in values.items()
+        if any(word in name for word in _AFTER_THE_LAYER) and not name.startswith("attn") and isinstance(value, (int, float))
+    )
+
+
+def _factor(hidden: torch.Tensor, logits: torch.Tensor) -> float:
+    """What makes logits of about 1000, with hidden states that float16 still holds."""
+    return min(1e3 / max(float(logits.abs().max()), 1e-6), 3e4 / max(float(hidden.abs().max()), 1e-6))
+
+
+@contextlib.contextmanager
+def _input_times(layer: torch.nn.Module, factor: float) -> Iterator[None]:
+    handle = layer.register_forward_pre_hook(lambda _, args: (args[0] * factor, *args[1:]))
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def check_isolation(module: Any, takes: frozenset[str], precision: Precision, device: torch.device) -> None:
@@ -57,6 +92,8 @@ def check_isolation(module: Any, takes: frozenset[str], precision: Precision, de
     a, other, b = (torch.arange(start, start + n, device=device) % size for start, n in ((1, 5), (6, 5), (11, 4)))
     positions = torch.cat([torch.arange(5), torch.arange(4)]).to(device)[None]
 
+    name = type(module).__name__
+
     def run(*rows: torch.Tensor) -> torch.Tensor:
         inputs: dict[str, Any] = {"input_ids": torch.cat(rows)[None]}
         if "position_ids" in takes and len(rows) > 1:
@@ -64,11 +101,14 @@ def check_isolation(module: Any, takes: frozenset[str], precision: Precision, de
         if "use_cache" in inspect.signature(module.forward).parameters:
             inputs["use_cache"] = False
         result = module(**inputs)
+        if result.logits.shape[:2] != inputs["input_ids"].shape:
+            raise PackingLeaks(
+                name, f"it gives one result for a whole sequence ({list(result.logits.shape)}), not for each row"
+            )
         return result.logits[0, -4:]  # type: ignore[no-any-return]
 
     with evaluating(module), precision.autocast(device):
         packed, changed, alone = run(a, b), run(other, b), run(b)
-    name = type(module).__name__
     leak = _differs(packed, changed, packed.dtype)
     if leak:
         raise PackingLeaks(name, f"other tokens in one row change the next row's logits ({leak:.1%}); {_why(module, takes)}")

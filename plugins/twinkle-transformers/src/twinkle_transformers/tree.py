@@ -67,6 +67,13 @@ def plain_state(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
+def weight_of(layer: Any) -> torch.Tensor:
+    """The weight of a layer of the base model, looked for through peft's layers."""
+    while hasattr(layer, "base_layer") or hasattr(layer, "original_module"):
+        layer = layer.base_layer if hasattr(layer, "base_layer") else layer.original_module
+    return layer.weight  # type: ignore[no-any-return]
+
+
 def skeleton(module: torch.nn.Module, weightless: bool = True) -> Any:
     """A copy of the module tree whose parameters have shapes but no storage; nothing done to it reaches the original.
 
