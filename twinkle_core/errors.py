@@ -919,17 +919,6 @@ class BadLabels(TwinkleError, ValueError):
         super().__init__(f"labels can't be used: {why}.\n    give {wanted}")
 
 
-class NoGraph(TwinkleError, RuntimeError):
-    """A backward of something that no trained weight took part in."""
-
-    def __init__(self) -> None:
-        super().__init__(
-            "the loss has no graph, so there is nothing to go back through: nothing that is trained took part in it.\n"
-            "    it may be a new tensor, or detached (a loss must compute with the outputs it is given); or the adapter is "
-            "frozen (inference_mode=True)"
-        )
-
-
 class WrongType(TwinkleError, TypeError):
     """A constructor's argument of a type that can't be used."""
 

@@ -80,7 +80,9 @@ def check_batch(batch: Mapping[str, Any], loss: Loss | None) -> None:
         return
     if not isinstance(labels, torch.Tensor):
         raise BadInputs(f"'labels' are no numbers but {type(labels).__name__} (the first is {_first(labels)!r})")
-    if not _is_whole(labels) or (isinstance(ids, torch.Tensor) and labels.shape != ids.shape):
+    # one label a row is a class of the row: whether the model has such a head is for the engine to say
+    fits = not isinstance(ids, torch.Tensor) or labels.shape in (ids.shape, ids.shape[:1])
+    if not _is_whole(labels) or not fits:
         here = f" for 'input_ids' {list(ids.shape)}" if isinstance(ids, torch.Tensor) else ""
         raise BadInputs(
             f"'labels' {list(labels.shape)} ({labels.dtype}){here}: the loss reads one token id for each token, -100 where "

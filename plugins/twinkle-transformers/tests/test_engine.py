@@ -8,7 +8,7 @@ from peft import LoraConfig
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, LlamaForSequenceClassification
 
-from twinkle_core.errors import BadInputs, NotComputed
+from twinkle_core.errors import BadLabels, NotComputed
 from twinkle_core.processors.input import InputProcessor
 from twinkle_transformers import engine as engine_module
 from twinkle_transformers.model import TransformersModel
@@ -262,7 +262,7 @@ def test_sequence_classification_forwards_and_trains():
     config = tiny_config(num_labels=1)
     m = TransformersModel(LlamaForSequenceClassification, config=config, mixed_precision="no")
     batch = [{"input_ids": [5, 6, 7], "labels": 1.0}, {"input_ids": [9, 8, 7], "labels": -1.0}]
-    with pytest.raises(BadInputs, match="mse"):  # cross entropy is the default, and these are no classes
+    with pytest.raises(BadLabels, match="mse"):  # cross entropy is the default, and these are no classes
         m.forward_only(batch, task="seq_cls")
     m.set_loss("mse")
     assert m.forward_only(batch, task="seq_cls").logits.shape == (2, 1)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import LlamaForSequenceClassification
 
-from twinkle_core.errors import BadInputs, BadLabels, BadRow, NoGraph, PackingLeaks, UnknownOption
+from twinkle_core.errors import BadInputs, BadLabels, BadLossResult, BadRow, PackingLeaks, UnknownOption
 from twinkle_core.processors.input import InputProcessor
 from twinkle_transformers.model import TransformersModel
 from twinkle_transformers.testing import tiny_config
@@ -157,7 +157,7 @@ def test_a_loss_without_a_graph_is_told(m):
         return outputs.logits.detach().mean()
 
     m.set_loss(cut)
-    with pytest.raises(NoGraph, match="detached"):
+    with pytest.raises(BadLossResult, match="no graph"):
         m.forward_backward(batch())
 
 

@@ -12,7 +12,7 @@ import torch
 
 from twinkle_core.contracts.engine import GENERATE, SPLIT_STEP, Batch
 from twinkle_core.contracts.loss import Loss
-from twinkle_core.errors import NoGraph, NotComputed, UnknownOption
+from twinkle_core.errors import NotComputed, UnknownOption
 from twinkle_core.mesh import DeviceMesh
 from twinkle_core.names import closest
 from twinkle_core.ops.token_logps import Tempered, logps_from_logits, token_logps
@@ -157,8 +157,6 @@ class TransformersEngine(LoopEngine):
             return self._by_hidden(batch.inputs, inputs, needs, temperature, layer)
 
     def backward(self, loss_sum: torch.Tensor, *, sync: bool = True) -> None:
-        if not loss_sum.requires_grad:
-            raise NoGraph
         with training(self.module):  # gradient checkpointing runs parts of the forward again, with their dropout
             super().backward(loss_sum, sync=sync)
 
