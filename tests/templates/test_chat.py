@@ -584,3 +584,19 @@ def test_a_prompt_waits_for_an_answer():
         ChatTemplate(toys.chatml_tokenizer(), max_length=5, truncation_strategy="split").encode(
             long, add_generation_prompt=True
         )
+
+
+@pytest.mark.parametrize("result", ["", "\n", "<tool_call>", "</think>", "7"])
+def test_an_empty_tool_result_moves_no_label_to_it(result):
+    """A message without a text of its own gives no place to hold on to; the labels stay on what the assistant wrote."""
+    template = ChatTemplate(toys.thinking_tokenizer())
+    call = {"type": "function", "function": {"name": "f", "arguments": {"city": "Bern"}}}
+    turns = [
+        {"role": "user", "content": "w?"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": result},
+        {"role": "assistant", "content": "ok"},
+    ]
+    trained = template.decode(template.encode({"messages": turns})["labels"])
+    assert trained.count("<|im_end|>") == 2 and trained.endswith("ok<|im_end|>")
+    assert "tool_response" not in trained and "<|im_start|>" not in trained

@@ -25,7 +25,7 @@ from typing import Any
 
 from twinkle_core.errors import TemplateError
 from twinkle_core.log import get_logger
-from twinkle_core.templates.marks import Marker, Part, arguments_of, without_arguments
+from twinkle_core.templates.marks import Marker, Part, arguments_of
 from twinkle_core.templates.messages import Turn
 
 #: (messages, tools, add_generation_prompt) -> text
@@ -222,7 +222,7 @@ class Locator:
         same = len(_common([prompt, literal]))
         if same < len(prompt):  # an old turn without the thought that the prompt begins: back to the end of a token
             same = max((end for end in self._boundaries(prompt) if end <= same), default=0)
-            if not same:
+            if not same or (self.end and self.end in prompt[same:]):  # it differs before the last message's end already
                 raise TemplateError.at(turn, "assistant", "the chat template writes another header than its generation prompt")
         return same
 
@@ -230,12 +230,10 @@ class Locator:
         self, marker: Marker, turn: int, marked: Sequence[Turn], tools: list[Any] | None, before: int | None
     ) -> str | None:
         """The end of the prompt for a turn, from mark ``before`` on."""
-        past = [without_arguments(m) for m in marked[:turn]]
-        if turn and "tool_calls" in marked[turn - 1]:
-            past[-1] = marked[turn - 1]
+        past = list(marked[:turn])  # with the calls' own arguments: they may be all that stands between the mark and here
         if not any(m["role"] not in ("system", "developer") for m in past):
             return None
-        key = json.dumps([past, tools if before is None else bool(tools), before], default=repr)
+        key = json.dumps([past, tools, before], default=repr)
         if key not in self._prompts:
             literals, order = marker.split(self._render(past, tools, True))
             if before is None:

@@ -109,15 +109,3 @@ def arguments_of(message: Turn) -> str:
     """All arguments of a message's tool calls, as text to search in."""
     calls = message.get("tool_calls") or ()
     return "".join(json.dumps(call.get("function", call).get("arguments"), ensure_ascii=False) for call in calls)
-
-
-def without_arguments(message: Turn) -> Turn:
-    """The same message with the same small arguments for each of its calls."""
-    if "tool_calls" not in message:
-        return message
-    small = {"key": "value"}
-    calls = [
-        {**c, "function": {**c["function"], "arguments": small}} if "function" in c else {**c, "arguments": small}
-        for c in message["tool_calls"]
-    ]
-    return {**message, "tool_calls": calls}
