@@ -600,3 +600,137 @@ def test_an_empty_tool_result_moves_no_label_to_it(result):
     trained = template.decode(template.encode({"messages": turns})["labels"])
     assert trained.count("<|im_end|>") == 2 and trained.endswith("ok<|im_end|>")
     assert "tool_response" not in trained and "<|im_start|>" not in trained
+
+
+# ------------------------------------------------------------------------------------------------ messages without a text
+
+EMPTY = st.sampled_from(["", " ", "\n", "\n\n", "<tool_call>", "</tool_call>", "</think>", "<think>", "<tool_response>"])
+CALL = st.fixed_dictionaries({}, optional={"city": PLAIN, "days": st.integers(0, 9), "list": st.lists(PLAIN, max_size=2)})
+ROUND = st.tuples(
+    st.lists(st.tuples(CALL, PLAIN | st.just(""), st.lists(EMPTY | PLAIN, min_size=1, max_size=2)), max_size=2), PLAIN
+)
+
+
+def expected_of(talk, every):
+    """What the thinking templates show of each assistant's turn, written down a second time."""
+    asked = max(
+        (k for k, m in enumerate(talk) if m["role"] == "user" and not m["content"].startswith("<tool_response>")), default=-1
+    )
+    out = []
+    for k, m in enumerate(talk):
+        if m["role"] != "assistant":
+            continue
+        text, thought = m["content"], k > asked and (k == len(talk) - 1 or every)
+        if thought:
+            text = ("" if every else "<think>\n") + "\n</think>\n\n" + text.lstrip("\n")
+        for call_ in m.get("tool_calls", ()):
+            written = json.dumps(call_["function"]["arguments"], ensure_ascii=False)
+            text += "\n" * bool(m["content"]) + '<tool_call>\n{"name": "f", "arguments": ' + written + "}\n</tool_call>"
+        out.append(text + "<|im_end|>")
+    return out
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.tuples(EMPTY | PLAIN, ROUND), min_size=1, max_size=3), st.booleans(), st.booleans())
+def test_empty_blank_and_tag_like_turns_move_no_label(rounds, in_prompt, tools):
+    """Results and questions that are nothing, blank, or but a tag: labels stay on the assistant's words, or it is refused."""
+    talk = []
+    for question, (calls, answer) in rounds:
+        talk.append(user(question))
+        for arguments, text, results in calls:
+            talk += [call("f", arguments, text), *map(tool, results)]
+        talk.append(assistant(answer))
+    template = _THINKING[in_prompt]
+    runs = trained(template, template.encode({"messages": talk, "tools": TOOLS if tools else None}))
+    assert all(is_written(run, text) for run, text in zip(runs, expected_of(talk, in_prompt), strict=True))
+
+
+def test_conversations_that_differ_in_their_tools_alone_get_the_same_labels():
+    """In this family the tools stand between a message's text and the answer's header."""
+    source = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
+        "{% if m.role == 'user' and tools %}[{{ tools | tojson }}]\n{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    template = ChatTemplate(toys.chatml_tokenizer(), chat_template=source)
+    for name in ("a", "another", "a"):
+        tools = [{"type": "function", "function": {"name": name, "parameters": {}}}]
+        row = template.encode({"messages": TALK, "tools": tools})
+        assert trained(template, row) == ["yo<|im_end|>", "go<|im_end|>"]
+
+
+GLM_CALLS = toys.NEXT_ROLE.replace(
+    "{{ m.content }}",
+    "{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.name }}\n{{ c.function.arguments | tojson }}{% endfor %}",
+)
+
+
+def test_without_an_end_token_arguments_must_not_hold_what_ends_a_turn():
+    template = ChatTemplate(toys.next_role_tokenizer(), chat_template=GLM_CALLS)
+    talk = [user("q"), call("f", {"x": "a"}), {"role": "observation", "content": "r"}, assistant("go")]
+    row = template.encode({"messages": talk})
+    assert trained(template, row) == ['\nf\n{"x": "a"}<|observation|>', "\ngo<|user|>"]
+    talk[1] = call("f", {"x": "<|user|> a"})
+    with pytest.raises(TemplateError, match=r"message 1 \(assistant\): a tool call's arguments hold '<\|user\|>'"):
+        template.encode({"messages": talk})
+
+
+def test_no_bound_holds_another_turn():
+    """Whatever a template does between an answer's texts: a header of another role within is refused."""
+    source = toys.CHATML.replace(
+        "{{ m['content'] }}",
+        "{% if m.role == 'assistant' and m.tool_calls %}{{ m.content }}<|im_end|>\n<|im_start|>user\n"
+        "{{ m.tool_calls[0].function.name }}"
+        "{% else %}{{ m['content'] }}{% endif %}",
+    )
+    template = ChatTemplate(toys.chatml_tokenizer(), chat_template=source)
+    with pytest.raises(TemplateError, match=r"message 1 \(assistant\): .*another turn's beginning"):
+        template.encode({"messages": [user("hi"), call("f", {}, "yo"), user("ok"), assistant("go")]})
+    thinking = ChatTemplate(toys.thinking_tokenizer())
+    with pytest.raises(TemplateError, match=r"message 1 \(assistant\): .*arguments"):
+        thinking.encode({"messages": [user("hi"), call("f", {"x": "<|im_start|>user"}), tool("1"), assistant("go")]})
+
+
+@pytest.mark.parametrize(
+    ("message", "text"),
+    [
+        ({"role": "assistant"}, r"it has no 'content'$"),
+        ({"role": "assistant", "content": None}, "it has no 'content'$"),
+        ({"role": "assistant", "value": "yo"}, r"it has no 'content' \(but 'value'\)"),
+        ({"role": "assistant", "contents": "yo"}, r"it has no 'content' \(but 'contents'\)"),
+        (
+            {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}},
+            "'function_call' is the old",
+        ),
+        ({"role": "assistant", "content": []}, "'content' is empty"),
+        ({"role": "assistant", "content": "x", "tool_calls": 5}, "'tool_calls' is a int"),
+        ({"role": "assistant", "content": [{"type": "text", "text": None}]}, "a part of type 'text' has no text"),
+    ],
+)
+def test_only_a_written_empty_text_is_an_empty_answer(message, text):
+    with pytest.raises(TemplateError, match=rf"message 1 \(assistant\): {text}"):
+        _CHATML.encode({"messages": [user("hi"), message]})
+    empty = _CHATML.encode({"messages": [user("hi"), assistant("")]})
+    assert trained(_CHATML, empty) == ["<|im_end|>"]
+
+
+def test_a_template_of_texts_alone_does_not_write_out_an_image():
+    parts = [{"type": "text", "text": "look"}, {"type": "image", "image": "a.png"}]
+    with pytest.raises(TemplateError, match=r"message 0 \(user\): the chat template knows no parts like"):
+        _CHATML.encode({"messages": [user(parts), assistant("yo")]})
+    with pytest.raises(TemplateError, match=r"message 0 \(user\)"):
+        _CHATML.render({"messages": [user(parts)]}, add_generation_prompt=True)
+    able = toys.CHATML.replace(
+        "{{ m['content'] }}",
+        "{% if m.content is string %}{{ m.content }}{% else %}"
+        "{% for p in m.content %}{{ p.text if p.type == 'text' else '<image>' }}{% endfor %}{% endif %}",
+    )
+    template = ChatTemplate(toys.chatml_tokenizer(), chat_template=able)
+    assert "look<image>" in template.render({"messages": [user(parts), assistant("yo")]})
+    assert trained(template, template.encode({"messages": [user(parts), assistant("yo")]})) == ["yo<|im_end|>"]
+
+
+def test_plain_text_is_rendered_as_it_is_encoded():
+    template = ChatTemplate(toys.chatml_tokenizer(), use_chat_template=False)
+    assert template.render({"messages": [user("a"), assistant("b")]}) == "a\nb"
+    assert template.render({"text": "c"}) == "c"

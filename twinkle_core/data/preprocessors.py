@@ -51,7 +51,11 @@ class AlpacaProcessor:
         given = row.get("input") or ""
         question = f"{instruction}\n{given}" if given else instruction
         roles = ("user", "assistant")
-        history = [(role, turn) for pair in row.get("history") or () for role, turn in zip(roles, pair, strict=True)]
+        pairs = row.get("history") or ()
+        for pair in pairs if isinstance(pairs, Sequence) else [pairs]:
+            if not isinstance(pair, Sequence) or isinstance(pair, str) or [type(turn) for turn in pair] != [str, str]:
+                raise DataError.value(_name(self), "a turn of 'history'", pair, "two texts, a question and its answer")
+        history = [(role, turn) for pair in pairs for role, turn in zip(roles, pair, strict=True)]
         return _conversation(row.get("system") or self.system, *history, ("user", question), ("assistant", output))
 
 
@@ -91,12 +95,16 @@ class ShareGPTProcessor:
             raise DataError.value(_name(self), f"turn {index}", turn, "a mapping with 'from' and 'value'")
         role = turn.get("from", turn.get("role"))
         content = turn.get("value", turn.get("content"))
-        if role not in self.ROLES:
+        if not isinstance(role, str) or role not in self.ROLES:
             raise DataError.value(_name(self), f"the role of turn {index}", role, f"one of {', '.join(self.ROLES)}")
+        if content is None and not turn.get("tool_calls") and not turn.get("reasoning_content"):
+            raise DataError.keys(f"{_name(self)}, turn {index},", ("value",), turn, "('content' would do too.)")
         if self.ROLES[role] != "function_call":
             return _tidy({**{k: v for k, v in turn.items() if k in _KEYS}, "role": self.ROLES[role], "content": content})
         call = _json(self, f"turn {index}", content)
-        calls = call if isinstance(call, list) else [call]
+        calls = call if isinstance(call, list) and call else [call]
+        if not all(isinstance(c, Mapping) and isinstance(c.get("name"), str) for c in calls):
+            raise DataError.value(_name(self), f"turn {index}", content, "a call {'name', 'arguments'}, or a list of them")
         return {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": c} for c in calls]}
 
 

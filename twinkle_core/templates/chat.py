@@ -117,7 +117,7 @@ class ChatTemplate(Template):
             messages, tools = self._normalise(trajectory)
             if add_generation_prompt and messages[-1]["role"] == "assistant":
                 raise TemplateError.prompt()
-            text = self._render(messages, tools, add_generation_prompt)
+            text = self._shown(messages, tools, add_generation_prompt)
             if not add_generation_prompt:
                 spans = self._spans(messages, tools, text)
                 text, spans = self._stopped(messages, text, spans)
@@ -136,8 +136,10 @@ class ChatTemplate(Template):
 
     def render(self, trajectory: Trajectory, *, add_generation_prompt: bool = False) -> str:
         """The text that ``encode`` tokenises."""
+        if not self.use_chat_template:
+            return self._plain_text(trajectory)
         messages, tools = self._normalise(trajectory)
-        return self._render(messages, tools, add_generation_prompt)
+        return self._shown(messages, tools, add_generation_prompt)
 
     def check(self, trajectory: Trajectory) -> str | None:
         dropped = self.dropped
@@ -156,6 +158,16 @@ class ChatTemplate(Template):
             enable_thinking=self.enable_thinking,
             inline_thoughts=self._inline_thoughts,
         )
+
+    def _shown(self, messages: Sequence[Turn], tools: list[Any] | None, add_generation_prompt: bool) -> str:
+        """The rendering, unless the template wrote out the data structure of an image or the like, as Jinja does."""
+        text = self._render(messages, tools, add_generation_prompt)
+        for turn, message in enumerate(messages):
+            for part in message["content"] if isinstance(message["content"], list) else ():
+                if repr(part) in text:
+                    way = f"the chat template knows no parts like {part!r:.60}; it takes texts only"
+                    raise TemplateError.at(turn, message["role"], way)
+        return text
 
     def _render(self, messages: Sequence[Turn], tools: list[Any] | None, add_generation_prompt: bool) -> str:
         from jinja2.exceptions import TemplateError as JinjaError
@@ -237,13 +249,17 @@ class ChatTemplate(Template):
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         return [end for _, end in encoded["offset_mapping"]]
 
-    def _plain(self, row: Mapping[str, Any], complete: bool) -> list[int]:
+    def _plain_text(self, row: Mapping[str, Any]) -> str:
         text = row.get("text") if isinstance(row, Mapping) else None
         if text is None:
             messages, _ = normalise(row, default_system=None, enable_thinking=True, inline_thoughts=True)
             text = "\n".join(m["content"] for m in messages if isinstance(m["content"], str))
         if not isinstance(text, str):
             raise TemplateError.argument("text", text, "a plain-text row holds a text")
+        return text
+
+    def _plain(self, row: Mapping[str, Any], complete: bool) -> list[int]:
+        text = self._plain_text(row)
         bos, eos = self.tokenizer.bos_token, self.tokenizer.eos_token_id
         written = bool(bos) and text.startswith(bos)
         ids: list[int] = self.tokenizer(text, add_special_tokens=not written, verbose=False)["input_ids"]

@@ -11,7 +11,8 @@ template's own, and there the assistant's turns have clear bounds:
   an end token of its own the next role's token ends the turn, and is trained.
 
 Then the marks are replaced by the texts one after the other, and the result must be the real rendering, character by
-character. What can't be reproduced so, or bounded so, is refused with the number of the turn. Nothing is guessed.
+character. Whatever led to the bounds, they must follow one another, and no other role's header and no end token but the last
+may lie within. What can't be reproduced so, or bounded so, is refused with the number of the turn. Nothing is guessed.
 """
 
 from __future__ import annotations
@@ -88,11 +89,11 @@ class Locator:
         self._special = _any_of(special)
         self._skeletons: dict[str, _Skeleton] = {}
         self._prompts: dict[str, str] = {}
-        self.end, self.stop, self.header = self._probe(_any_of(added), eos)
+        self.end, self.stop, self.header, self.asker = self._probe(_any_of(added), eos)
 
-    def _probe(self, added: re.Pattern[str], eos: str | None) -> tuple[str, str, str]:
-        """The end token of an assistant's turn ('' if there is none), the next role's token that stands for it then, and the
-        generation prompt after a user's turn.
+    def _probe(self, added: re.Pattern[str], eos: str | None) -> tuple[str, str, str, str]:
+        """The end token of an assistant's turn ('' if there is none), the next role's token that stands for it then, the
+        generation prompt after a user's turn, and what a user's turn begins with.
         """
         mark = self._marker.mark
         talk: list[Turn] = [{"role": "user", "content": mark(0)}, {"role": "assistant", "content": mark(1)}]
@@ -115,7 +116,8 @@ class Locator:
             get_logger("templates").warning(
                 "the chat template writes no special token after an answer, so the model can't learn where to stop"
             )
-        return end, role.group() if role else "", asked[len(_common([asked, told])) :]
+        asker = (after[1].partition(end)[2] if end else after[1]).strip()
+        return end, role.group() if role else "", asked[len(_common([asked, told])) :], asker
 
     def _after(self, text: str, number: int) -> str:
         """What stands after a mark, up to the next one."""
@@ -186,8 +188,28 @@ class Locator:
                 raise TemplateError.at(turn, "assistant", "the chat template mixes its text with another message's")
             head = self._head(marker, turn, marked, tools, literals[first], order[first - 1] if first else None)
             tail = self._tail(turn, message, literals[last + 1], final=last + 1 == len(order))
-            bounds.append(_Bound(turn, first, head, last, tail))
+            bound = _Bound(turn, first, head, last, tail)
+            self._check_bound(bound, bounds[-1] if bounds else None, literals)
+            bounds.append(bound)
         return _Skeleton(literals, order, bounds)
+
+    def _check_bound(self, bound: _Bound, earlier: _Bound | None, literals: Sequence[str]) -> None:
+        """What holds for every turn of every template: nothing that another role's turn consists of lies within."""
+        begin, stop = (bound.first, bound.head), (bound.last + 1, bound.tail)
+        if not (earlier is None or (earlier.last + 1, earlier.tail) <= begin) or begin > stop:
+            raise TemplateError.at(bound.turn, "assistant", "the chat template writes it into another turn")
+        written = [*literals[bound.first : bound.last + 1], literals[bound.last + 1][: bound.tail]]
+        written[0] = written[0][bound.head :]
+        inside = "\0".join(written)  # a text stands at each of these
+        closing = self.end or self.stop
+        pieces = inside.removesuffix(closing).split(closing) if closing else [inside]
+        # Some families write a thought and the answer as two messages of the assistant.
+        header = self.header.strip()
+        foreign = any(not header or not piece.lstrip().startswith(header) for piece in pieces[1:])
+        if foreign or (self.asker and self.asker in inside.removesuffix(closing)):
+            raise TemplateError.at(
+                bound.turn, "assistant", "the chat template (or a tool call's arguments) puts another turn's beginning into it"
+            )
 
     def _check_complete(self, messages: Sequence[Turn], parts: Sequence[Part], order: Sequence[int]) -> None:
         """Nothing may be missing but the thoughts of turns before the last question."""
@@ -222,7 +244,8 @@ class Locator:
         same = len(_common([prompt, literal]))
         if same < len(prompt):  # an old turn without the thought that the prompt begins: back to the end of a token
             same = max((end for end in self._boundaries(prompt) if end <= same), default=0)
-            if not same or (self.end and self.end in prompt[same:]):  # it differs before the last message's end already
+            floor = len(prompt) - len(self.header) if self.header and prompt.endswith(self.header) else 0
+            if same <= floor or (self.end and self.end in prompt[same:]):  # it differs before the last header already
                 raise TemplateError.at(turn, "assistant", "the chat template writes another header than its generation prompt")
         return same
 
@@ -247,13 +270,18 @@ class Locator:
 
     def _tail(self, turn: int, message: Turn, literal: str, final: bool) -> int:
         """How much of the literal after a turn's last text belongs to the turn."""
+        given = arguments_of(message)
         if self.end:
-            if self.end in arguments_of(message):
+            if self.end in given:
                 raise TemplateError.at(turn, "assistant", f"a tool call's arguments hold the end token {self.end!r}")
             at = literal.find(self.end)
             if at < 0:
                 raise TemplateError.at(turn, "assistant", f"the chat template writes no end token {self.end!r} after it")
             return at + len(self.end)
+        held = self._special.search(given)
+        if held is not None:
+            way = f"a tool call's arguments hold {held.group()!r}, and such a token is what ends a turn here"
+            raise TemplateError.at(turn, "assistant", way)
         token = self._special.search(literal)  # the next role's token is what the model stops with
         if token is not None:
             return token.end()

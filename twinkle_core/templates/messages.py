@@ -21,6 +21,7 @@ def normalise(
     """Messages and tools of a conversation, checked; the caller's objects are not changed.
 
     * Keys of a message that are None are taken out, except ``content``, which templates test for none.
+    * An answer is empty where its ``content`` says so (""), not where there is none.
     * A list of text parts becomes one text.
     * ``arguments`` of tool calls given as JSON text become a mapping: templates would quote the text once more.
     * Without ``enable_thinking`` no thought is shown to the template.
@@ -46,8 +47,12 @@ def _turn(index: int, message: Any, enable_thinking: bool, inline_thoughts: bool
     if not isinstance(role, str) or not role:
         raise TemplateError.at(index, role, "'role' must be a text such as 'user'")
     turn: Turn = {key: value for key, value in message.items() if value is not None or key == "content"}
+    if "function_call" in turn:
+        raise TemplateError.at(index, role, "'function_call' is the old form of a call; write a list 'tool_calls'")
     turn["content"] = _content(index, role, turn)
     if "tool_calls" in turn:
+        if not isinstance(turn["tool_calls"], Sequence) or isinstance(turn["tool_calls"], str):
+            raise TemplateError.at(index, role, f"'tool_calls' is a {type(turn['tool_calls']).__name__}, not a list of calls")
         turn["tool_calls"] = [_call(index, role, call) for call in turn["tool_calls"]]
         if not turn["tool_calls"]:
             del turn["tool_calls"]
@@ -61,14 +66,20 @@ def _content(index: int, role: str, turn: Turn) -> Any:
     if isinstance(content, str):
         return content
     if content is None:
-        if role != "assistant":
-            raise TemplateError.at(index, role, "it has no 'content'")
+        said = role == "assistant" and (turn.get("tool_calls") or turn.get("reasoning_content"))
+        if not said:
+            others = ", ".join(repr(key) for key in turn if key not in ("role", "content"))
+            raise TemplateError.at(index, role, f"it has no 'content'{others and f' (but {others})'}")
         return None if turn.get("tool_calls") else ""
-    if isinstance(content, Sequence) and all(isinstance(part, Mapping) and "type" in part for part in content):
-        if all(part["type"] == "text" and isinstance(part.get("text"), str) for part in content):
+    if isinstance(content, Sequence) and content and all(isinstance(p, Mapping) and "type" in p for p in content):
+        wrong = next((p for p in content if p["type"] == "text" and not isinstance(p.get("text"), str)), None)
+        if wrong is not None:
+            raise TemplateError.at(index, role, f"a part of type 'text' has no text: {wrong!r:.80}")
+        if all(part["type"] == "text" for part in content):
             return "".join(part["text"] for part in content)
         return [dict(part) for part in content]
-    raise TemplateError.at(index, role, f"'content' is a {type(content).__name__}, not a text or a list of parts with 'type'")
+    what = f"'content' is a {type(content).__name__}" if content or not isinstance(content, list) else "'content' is empty"
+    raise TemplateError.at(index, role, f"{what}, not a text or a list of parts with 'type'")
 
 
 def _call(index: int, role: str, call: Any) -> dict[str, Any]:
