@@ -300,6 +300,11 @@ class NoSuchPath(HubError, FileNotFoundError):
         )
 
     @classmethod
+    def impossible(cls, given: str, kind: str, cause: object) -> NoSuchPath:
+        short = given if len(given) <= 80 else f"{given[:80]}..."
+        return cls(f"the {kind} path {short!r} can't be one on this machine: {str(cause)[:120]}")
+
+    @classmethod
     def empty(cls, given: str, wanted: str) -> NoSuchPath:
         return cls(f"the folder {given!r} holds no data that can be read; give a file or a folder of {wanted}.")
 
@@ -356,6 +361,18 @@ class DataError(TwinkleError, ValueError):
         return cls(f"{path}: unknown format of data; the known ones are {known}.")
 
     @classmethod
+    def formats(cls, path: object, files: Mapping[str, Sequence[str]]) -> DataError:
+        kinds = "; ".join(f"{kind}: {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}" for kind, names in files.items())
+        return cls(
+            f"the folder {path} holds data of several formats ({kinds}), and only one of them would be read.\n"
+            f"    Give the file that is meant, or a folder of one format."
+        )
+
+    @classmethod
+    def encoding(cls, place: object, cause: object) -> DataError:
+        return cls(f"{place}: not UTF-8 text ({cause}). Convert it, for example with 'iconv -f latin1 -t utf-8'.")
+
+    @classmethod
     def line(cls, path: object, line: int, cause: str) -> DataError:
         return cls(f"{path}, line {line}: not a JSON object ({cause}).")
 
@@ -384,6 +401,18 @@ class DataError(TwinkleError, ValueError):
     @classmethod
     def value(cls, who: str, key: str, value: object, wanted: str) -> DataError:
         return cls(f"{who}: {key} is {value!r:.80}, not {wanted}.")
+
+    @classmethod
+    def half_character(cls, text: str) -> DataError:
+        return cls(f"it holds half a character (a lone surrogate), which is no text: ...{text!a}... Repair or drop the row.")
+
+    @classmethod
+    def unkept(cls, cause: object) -> DataError:
+        return cls(f"it can't be kept as JSON: {cause}")
+
+    @classmethod
+    def in_the_way(cls, path: object) -> DataError:
+        return cls(f"'{path}' is there and was not written by save_as, so it is not replaced. Choose another name, or move it.")
 
     @classmethod
     def in_row(cls, what: str, index: int, cause: object) -> DataError:

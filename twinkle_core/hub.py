@@ -20,8 +20,8 @@ from twinkle_core.errors import BadHubId, BareId, HubError, NeedsLibrary, NoSuch
 HF = "hf://"
 MS = "ms://"
 _NAME = r"[A-Za-z0-9_][\w.-]*"
-_ID = re.compile(rf"^{_NAME}/{_NAME}$")
-_HF_ID = re.compile(rf"^{_NAME}(/{_NAME})?$")  # Hugging Face has ids without an owner
+_ID = re.compile(rf"^{_NAME}/{_NAME}\Z")
+_HF_ID = re.compile(rf"^{_NAME}(/{_NAME})?\Z")  # Hugging Face has ids without an owner
 
 
 def is_hub_id(model_id: str | Path) -> bool:
@@ -68,9 +68,12 @@ def resolve(
 
 
 def _local(given: str, kind: str) -> Path:
-    path = Path(given).expanduser().absolute()
-    if path.exists():
-        return path
+    try:
+        path = Path(given).expanduser().absolute()
+        if path.exists():
+            return path
+    except (OSError, RuntimeError, ValueError) as cause:  # too long, no such user, a NUL in it
+        raise NoSuchPath.impossible(given, kind, cause) from cause
     if _ID.match(given) and not Path(given).parent.exists():
         raise BareId(given, kind, path)
     siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
@@ -113,6 +116,8 @@ def _from_huggingface(given: str, kind: str, options: dict[str, Any], revision: 
         return str(client.snapshot_download(name, local_files_only=offline, **options))
     except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError) as cause:  # a gated one is the first kind
         raise NotOnHub(given, kind, hub, revision, _first_line(cause)) from cause
+    except errors.HFValidationError as cause:
+        raise BadHubId(given, kind) from cause
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, ConnectionError, TimeoutError) as cause:
         raise Unreachable(given, kind, hub, offline, _first_line(cause)) from cause
     except errors.HfHubHTTPError as cause:

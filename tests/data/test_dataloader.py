@@ -304,3 +304,16 @@ def test_a_stream_resumes_by_reading_through():
         DataLoader(Stream(), batch_size=2, shuffle=True)
     with pytest.raises(TypeError, match="len"):
         len(loader)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "kwargs", "text"),
+    [
+        ([1], {"shuffle": "no"}, "shuffle='no': it must be True or False"),
+        ([1], {"drop_last": "no"}, "drop_last='no': it must be True or False"),
+        ({"a": 1}, {}, "a mapping has no rows by index"),
+    ],
+)
+def test_switches_are_truth_values_and_data_has_an_order(dataset, kwargs, text):
+    with pytest.raises(DataError, match=text):
+        DataLoader(dataset, batch_size=1, **kwargs)

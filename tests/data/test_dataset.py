@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import logging
+import sys
 
 import datasets
 import pytest
@@ -13,7 +14,8 @@ from hypothesis import strategies as st
 
 from twinkle_core.contracts.template import Template
 from twinkle_core.data.dataset import Dataset, DatasetMeta, LazyDataset
-from twinkle_core.errors import BareId, DataError, NoSuchPath, UnknownName, WrongArgument
+from twinkle_core.data.streaming import IterableDataset
+from twinkle_core.errors import BareId, DataError, NeedsLibrary, NoSuchPath, UnknownName, WrongArgument
 from twinkle_core.templates.chat import ChatTemplate
 from twinkle_core.testing.tokenizers import chatml_tokenizer, toy_t_tokenizer
 
@@ -224,8 +226,8 @@ def test_sets_are_added_mapped_apart_and_mixed():
 
 
 def test_typed_tables_and_others_join(tmp_path):
-    (tmp_path / "rows.csv").write_text("q,a\nhi,1\n")
-    dataset = Dataset(tmp_path / "rows.csv")
+    datasets.Dataset.from_list([{"q": "hi", "a": 1}]).to_parquet(str(tmp_path / "rows.parquet"))
+    dataset = Dataset(tmp_path / "rows.parquet")
     dataset.add_dataset([{"q": None, "z": {"y": 1}}])
     assert list(dataset) == [{"q": "hi", "a": 1}, {"q": None, "z": {"y": 1}}]
 
@@ -319,3 +321,161 @@ def test_a_template_of_ones_own():
         {"input_ids": [97, 98], "labels": 1.5, "tag": {"a": "ab"}},
         {"input_ids": [99], "labels": 1.5, "tag": {"a": "c"}},
     ]
+
+
+# ------------------------------------------------------------------------------------------------ nothing is lost or guessed
+
+
+def test_a_folder_never_loses_files_in_silence(tmp_path):
+    mixed = tmp_path / "mixed"
+    mixed.mkdir()
+    write(mixed / "a.jsonl", [{"a": 1}])
+    (mixed / "b.csv").write_text("a\n2\n")
+    with pytest.raises(DataError, match=r"several formats \(json: a\.jsonl; csv: b\.csv\)[\s\S]*Give the file"):
+        Dataset(mixed)
+    (mixed / "b.csv").rename(mixed / "test.csv")
+    (mixed / "a.jsonl").rename(mixed / "train.jsonl")
+    with pytest.raises(DataError, match=r"several formats"):
+        Dataset(mixed)
+    for named, other in (("train.jsonl", "more.jsonl"), ("train-0.jsonl", "broken.jsonl")):
+        folder = tmp_path / named
+        folder.mkdir()
+        write(folder / named, [{"a": 1}])
+        write(folder / other, [{"a": 2}])
+        with pytest.warns(UserWarning, match=rf"left out \({other}\); the split 'train' is {named}"):
+            assert list(Dataset(folder)) == [{"a": 1}]
+
+
+def test_a_folder_of_alike_files_is_read_whole_without_a_warning(tmp_path, recwarn):
+    write(tmp_path / "a.jsonl", [{"a": 1}])
+    write(tmp_path / "b.jsonl", [{"a": 2}])
+    (tmp_path / "dataset_infos.json").write_text("{}")
+    (tmp_path / "README.md").write_text("about")
+    assert list(Dataset(tmp_path)) == [{"a": 1}, {"a": 2}]
+    assert not [w for w in recwarn if "left out" in str(w.message)]
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["file", "folder"])
+def test_values_of_csv_stay_as_they_are_written(inside, tmp_path):
+    text = 'q,a\n007,NA\nnull,12\n1.50,\n"two\nlines",1e5\n\n'
+    (tmp_path / "rows.csv").write_text(text)
+    assert list(Dataset(tmp_path if inside else tmp_path / "rows.csv")) == [
+        {"q": "007", "a": "NA"},
+        {"q": "null", "a": "12"},
+        {"q": "1.50", "a": ""},
+        {"q": "two\nlines", "a": "1e5"},
+    ]
+
+
+def test_csv_holds_long_texts_and_faults_are_named(tmp_path):
+    import csv
+
+    limit = csv.field_size_limit()
+    path = tmp_path / "rows.csv"
+    path.write_text("q\n" + "x" * (limit + 1) + "\n")
+    assert len(Dataset(path)[0]["q"]) == limit + 1
+    for text, told in (
+        ("q,a\n1,2\n1,2,3\n", "line 3 .*3 values for the 2 columns"),
+        ("q,q\n1,2\n", "one name"),
+        ('q\n"x\n', "line 2"),
+    ):
+        path.write_text(text)
+        with pytest.raises(DataError, match=told.replace(" .*", ".*")):
+            Dataset(path)
+    assert csv.field_size_limit() == limit
+
+
+def test_saving_that_fails_leaves_what_was_there(tmp_path):
+    import datetime
+
+    plain = datasets.Dataset.from_dict({"when": [datetime.datetime(2020, 1, 2)], "b": [b"x"]})
+    plain.select_columns("when").to_parquet(str(tmp_path / "ok.parquet"))
+    plain.to_parquet(str(tmp_path / "bad.parquet"))
+    out = tmp_path / "x.jsonl"
+    Dataset(tmp_path / "ok.parquet").save_as(out)
+    assert list(Dataset(out)) == [{"when": "2020-01-02T00:00:00"}]
+    before = sorted(p.name for p in tmp_path.iterdir())
+    with pytest.raises(DataError, match=r"row 0: .*something that JSON can hold"):
+        Dataset(tmp_path / "bad.parquet").save_as(out)
+    assert list(Dataset(out)) == [{"when": "2020-01-02T00:00:00"}]
+    assert sorted(p.name for p in tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize("name", ["out.jsonl", "out.json", "out.parquet", "folder"])
+def test_a_data_set_is_saved_over_its_own_source(name, tmp_path):
+    path = Dataset([{"i": i} for i in range(4)]).save_as(tmp_path / name)
+    Dataset(path).filter(lambda row: row["i"] % 2).save_as(path)
+    Dataset(path).save_as(path)
+    assert list(Dataset(path)) == [{"i": 1}, {"i": 3}]
+    assert [p.name for p in tmp_path.iterdir() if p.name != "cache"] == [name]
+
+
+def test_saving_replaces_nothing_but_what_it_writes(tmp_path):
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "a").write_text("keep")
+    (tmp_path / "d.jsonl").mkdir()
+    for name in ("photos", "d.jsonl"):
+        with pytest.raises(DataError, match="was not written by save_as"):
+            Dataset([{"i": 1}]).save_as(tmp_path / name)
+    assert (tmp_path / "photos" / "a").read_text() == "keep"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "told"),
+    [
+        ("a.jsonl", '{"a": 1}\n{"a": "é"}\n'.encode("latin1"), r"a\.jsonl, line 2: not UTF-8"),
+        ("a.json", '[{"a": "é"}]'.encode("latin1"), r"a\.json: not UTF-8"),
+        ("a.csv", "a\né\n".encode("latin1"), r"a\.csv: not UTF-8"),
+        ("a.jsonl", b'{"a": 1}\n{"a": "x \\ud83d"}\n', r"row 1: it holds half a character"),
+        ("a.jsonl.gz", b"no gzip", r"a\.jsonl\.gz could not be read"),
+        ("a.jsonl.gz", gzip.compress(b'{"a": 1}\n' * 99)[:-12], r"a\.jsonl\.gz could not be read"),
+        ("a.jsonl.xz", b"no xz", r"a\.jsonl\.xz could not be read"),
+        ("a.jsonl", b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}\n", r"a\.jsonl could not be read: .*too deep"),
+    ],
+    ids=["jsonl", "json", "csv", "surrogate", "gzip", "cut", "xz", "deep"],
+)
+def test_damaged_files_are_told_with_the_place(name, content, told, tmp_path):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=told):
+        Dataset(tmp_path / name)
+
+
+def test_rows_that_are_no_json_are_told():
+    circle: dict = {}
+    circle["a"] = circle
+    for row in ({(1, 2): "a"}, circle, {"a": {1}}, {"a": "\ud83d"}):
+        with pytest.raises(DataError, match="a data set, row 1: "):
+            Dataset([{"a": 1}, row])
+    with pytest.raises(DataError, match="a data set, row 1: it holds half a character"):
+        Dataset([{"a": "x"}, {"a": "y"}]).map(lambda row: {"a": "\ud83d" if row["a"] == "y" else "x"})
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "told"),
+    [
+        ({"data_slice": slice(0, 2)}, "a range or a list"),
+        ({"data_slice": 3}, "a range or a list"),
+        ({"data": 5}, "give rows"),
+        ({"data": "text"}, "give rows"),
+        ({"data": {"a": 1}}, "give rows"),
+        ({"data": iter([{"a": 1}])}, "empty after its first pass"),
+        ({"data": ({"a": i} for i in range(2))}, "empty after its first pass"),
+    ],
+)
+def test_metas_that_cant_be_are_told(kwargs, told):
+    with pytest.raises(DataError, match=told):
+        DatasetMeta(**{"data": [{"a": 1}], **kwargs})
+
+
+@pytest.mark.parametrize("kind", [Dataset, IterableDataset])
+def test_what_cant_be_called_is_told(kind):
+    with pytest.raises(DataError, match="preprocessor=5"):
+        kind([{"a": 1}]).map(5)
+    with pytest.raises(DataError, match="function='x'"):
+        kind([{"a": 1}]).filter("x")
+
+
+def test_without_the_library_its_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(NeedsLibrary, match=r"pip install 'twinkle-core\[data\]'"):
+        Dataset([{"a": 1}])

@@ -44,10 +44,20 @@ def test_an_id_without_its_hub_names_both_forms(tmp_path, monkeypatch, no_networ
     assert hub.resolve("org/name") == tmp_path / "org" / "name"
 
 
-@pytest.mark.parametrize("given", ["s3://bucket/x", "hf://a/b/c", "ms://name", "hf://", "", "hf://../x"])
+@pytest.mark.parametrize(
+    "given",
+    ["s3://bucket/x", "hf://a/b/c", "ms://name", "hf://", "", "hf://../x", "hf://a--b/c..d", "hf://a/b\n", "ms://a/b\n"],
+)
 def test_an_id_that_no_hub_has_is_told_at_once(given, no_network):
     with pytest.raises(BadHubId):
         hub.resolve(given)
+
+
+@pytest.mark.parametrize("given", ["~nouser-of-this-name/x", "x" * 5000, "a\0b"])
+def test_a_path_that_no_machine_has_is_told(given, no_network):
+    with pytest.raises(NoSuchPath) as caught:
+        hub.resolve(given)
+    assert len(str(caught.value)) < 400
 
 
 @pytest.mark.parametrize("given", ["hf://twinkle-tests/none-such", "ms://twinkle-tests/none-such"])

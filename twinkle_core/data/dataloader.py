@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from twinkle_core.data.sampler import BatchRule, epoch_order, share
@@ -57,6 +57,9 @@ class DataLoader:
         if batch_size < self._world_size:
             way = f"it is the global batch; {self._world_size} data ranks need a row each"
             raise DataError.argument("batch_size", batch_size, way)
+        for name, switch in (("shuffle", shuffle), ("drop_last", drop_last)):
+            if not isinstance(switch, bool):
+                raise DataError.argument(name, switch, "it must be True or False")
         if min_batch_size is not None:
             _whole("min_batch_size", min_batch_size, 1)
             if min_batch_size > batch_size:
@@ -170,6 +173,8 @@ def _as_they_are(rows: list[Any]) -> list[Any]:
 
 
 def _size(dataset: Any) -> int | None:
+    if isinstance(dataset, Mapping):
+        raise DataError.argument("dataset", dataset, "a mapping has no rows by index")
     if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
         return len(dataset)
     if not hasattr(dataset, "__iter__"):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import json
+import os
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
@@ -111,7 +112,7 @@ class Dataset:
         """
         if self._encoded:
             raise DataError.encoded("map")
-        function = registry.build("preprocessor", preprocessor, kwargs)
+        function = called("preprocessor", registry.build("preprocessor", preprocessor, kwargs))
         name = getattr(function, "__name__", None) or type(function).__name__
 
         def work(row: Row, index: int) -> list[Mapping[str, Any]]:
@@ -127,6 +128,7 @@ class Dataset:
         self, function: Callable[[Row], bool], *, num_proc: int | None = None, dataset_meta: DatasetMeta | None = None
     ) -> Dataset:
         """Keep the rows for which ``function`` is true."""
+        called("function", function)
         name = getattr(function, "__name__", None) or type(function).__name__
 
         def work(row: Row, index: int) -> list[Row]:
@@ -214,18 +216,37 @@ class Dataset:
     def save_as(self, path: str | Path) -> Path:
         """Write the rows: ``*.jsonl`` or ``*.json`` as text, ``*.parquet``, anything else as a folder.
 
-        ``DatasetMeta(path)`` reads each of them back to the same rows.
+        ``DatasetMeta(path)`` reads each of them back to the same rows. What is there is replaced once all rows are written; it
+        may be what this data set was read from.
+
+        Raises:
+            DataError: a row can't be written, or what is there is no such file or folder.
         """
-        target = Path(path).expanduser()
+        target = Path(path).expanduser().absolute()
+        single = target.suffix in (".jsonl", ".json", ".parquet")
+        if target.exists() and not (target.is_file() if single else (target / "state.json").is_file()):
+            raise DataError.in_the_way(target)
         target.parent.mkdir(parents=True, exist_ok=True)
+        fresh, old = (target.with_name(f".{target.stem}-{os.getpid()}-{what}{target.suffix}") for what in ("new", "old"))
+        try:
+            self._write(fresh)
+            if not single and target.exists():
+                target.replace(old)
+            fresh.replace(target)
+        finally:
+            for rest in (fresh, old):
+                shutil.rmtree(rest) if rest.is_dir() else rest.unlink(missing_ok=True)
+        return target
+
+    def _write(self, target: Path) -> None:
         if target.suffix in (".jsonl", ".json"):
-            lines = (json.dumps(row, ensure_ascii=False) for row in self)
+            lines = (store.dumps(row, index) for index, row in enumerate(self))
             with target.open("w", encoding="utf-8") as file:
                 if target.suffix == ".json":
                     file.write("[\n" + ",\n".join(lines) + "\n]\n")
                 else:
                     file.writelines(line + "\n" for line in lines)
-            return target
+            return
         table = self._table()
         if not store.is_kept(table):
             table = store.map_rows(table, lambda row, _: [row], encoded=False, num_proc=None, description="saving")[0]
@@ -233,7 +254,6 @@ class Dataset:
             table.to_parquet(str(target))
         else:
             table.save_to_disk(str(target))
-        return target
 
     def __repr__(self) -> str:
         state = "encoded" if self._encoded else "raw"
@@ -274,6 +294,13 @@ class LazyDataset(Dataset):
 
     def __iter__(self) -> Iterator[Row]:
         return (self._row(i) for i in range(len(self)))
+
+
+def called(name: str, value: Any) -> Any:
+    """The value, if it can be called with a row."""
+    if not callable(value):
+        raise DataError.argument(name, value, "it must be something to call with a row")
+    return value
 
 
 def in_row(what: str, index: int, function: Callable[[Row], Any], row: Row) -> Any:

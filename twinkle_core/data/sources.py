@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import bz2
+import contextlib
+import csv
 import gzip
 import itertools
 import json
 import lzma
+import re
 import warnings
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +25,10 @@ if TYPE_CHECKING:
     import datasets
 
 _JSON = (".json", ".jsonl", ".ndjson")
-_TYPED = {".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
+_SEPARATED = {".csv": ",", ".tsv": "\t"}
+_TYPED = {".parquet": "parquet", ".arrow": "arrow"}
+#: What libraries write beside data.
+_NO_DATA = ("dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json")
 _KNOWN = "json, jsonl, csv, tsv, parquet, arrow, and folders of these"
 _OPEN: dict[str, Callable[..., IO[Any]]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 
@@ -38,7 +45,9 @@ class DatasetMeta:
         split: ``train``, ``test``, …
         data_slice: indices to take, in this order: a ``range`` or list. One beyond the end starts again at the beginning, with
             a warning.
-        data: rows in memory; then nothing is read.
+        data: rows in memory; then nothing is read. No iterator or generator, which could be read only once.
+
+    Values of csv and tsv files are texts, as they are written there.
     """
 
     dataset_id: str = ""
@@ -50,8 +59,16 @@ class DatasetMeta:
     def __post_init__(self) -> None:
         if not self.dataset_id and self.data is None:
             raise DataError.argument("dataset_id", self.dataset_id, "give an id or a path, or rows with data=")
-        if self.data_slice is not None and not all(isinstance(i, int) for i in self.data_slice):
+        cut = self.data_slice
+        if cut is not None and not (isinstance(cut, Sequence) and all(isinstance(i, int) for i in cut)):
             raise DataError.argument("data_slice", self.data_slice, "a range or a list of whole numbers")
+        if self.data is None:
+            return
+        if isinstance(self.data, (str, Mapping)) or not isinstance(self.data, Iterable):
+            raise DataError.argument("data", self.data, "give rows, a list of mappings")
+        if isinstance(self.data, Iterator):
+            way = "an iterator is empty after its first pass; give list(…), or an object whose iter() starts anew"
+            raise DataError.argument("data", self.data, way)
 
     @property
     def name(self) -> str:
@@ -94,7 +111,8 @@ def stream(meta: DatasetMeta) -> Iterator[dict[str, Any]]:
         rows = _hub_stream(meta)
     else:
         path = hub.resolve(meta.dataset_id, kind="dataset")
-        rows = json_rows(path) if path.is_file() and _is_json(path) else store.read_all(_read(path, meta))
+        is_text = path.is_file() and _kind(path) in ("json", "csv")
+        rows = _text_rows(path) if is_text else store.read_all(_read(path, meta))
     if meta.data_slice is not None:
         cut = meta.data_slice
         assert isinstance(cut, range)
@@ -103,8 +121,7 @@ def stream(meta: DatasetMeta) -> Iterator[dict[str, Any]]:
 
 
 def _hub_stream(meta: DatasetMeta) -> Iterable[dict[str, Any]]:
-    import datasets
-
+    datasets: Any = store.library()
     if settings.offline():  # its own cache then
         return store.read_all(_read(hub.resolve(meta.dataset_id, kind="dataset"), meta))
     name = None if meta.subset_name == "default" else meta.subset_name
@@ -134,23 +151,37 @@ def _take(table: datasets.Dataset, meta: DatasetMeta) -> datasets.Dataset:
 def _read(path: Path, meta: DatasetMeta) -> datasets.Dataset:
     if path.is_dir():
         return _read_folder(path, meta)
-    if _is_json(path):
-        return store.from_rows(json_rows(path))
-    if path.suffix not in _TYPED:
+    kind = _kind(path)
+    if kind in ("json", "csv"):
+        return store.from_rows(_text_rows(path))
+    if kind is None:
         raise DataError.format(path, _KNOWN)
-    return _builder(_TYPED[path.suffix], meta, [str(path)], sep="\t" if path.suffix == ".tsv" else None)
+    return _typed(kind, meta, str(path))
+
+
+def _kind(path: Path) -> str | None:
+    """json, csv, parquet or arrow; None: not known."""
+    return "json" if _is_json(path) else "csv" if path.suffix in _SEPARATED else _TYPED.get(path.suffix)
+
+
+def _text_rows(path: Path) -> Iterator[dict[str, Any]]:
+    return json_rows(path) if _is_json(path) else csv_rows(path)
 
 
 def _read_folder(path: Path, meta: DatasetMeta) -> datasets.Dataset:
-    import datasets
-
+    datasets: Any = store.library()
     if (path / "dataset_dict.json").is_file():
         splits = datasets.load_from_disk(str(path))
         if meta.split not in splits:
             raise DataError.choice("split", meta.split, meta.name, map(str, splits))
-        return splits[meta.split]
+        found: datasets.Dataset = splits[meta.split]
+        return found
     if (path / "state.json").is_file():
-        return datasets.load_from_disk(str(path))
+        table: datasets.Dataset = datasets.load_from_disk(str(path))
+        return table
+    there = [] if _declared(path) else _data_files(path)
+    if not hub.is_hub_id(meta.dataset_id):
+        _check_one_format(path, there)
     try:
         names = datasets.get_dataset_config_names(str(path))
         if meta.subset_name not in names and not (meta.subset_name == "default" and len(names) == 1):
@@ -159,25 +190,55 @@ def _read_folder(path: Path, meta: DatasetMeta) -> datasets.Dataset:
         files = datasets.load_dataset_builder(str(path), name=subset).config.data_files
     except (FileNotFoundError, datasets.exceptions.DatasetsError) as cause:  # nothing in the folder is data
         raise NoSuchPath.empty(meta.name, _KNOWN) from cause
+    except ValueError as cause:  # splits of different formats
+        raise DataError.loading(meta.name, cause) from cause
     if meta.split not in files:
         raise DataError.choice("split", meta.split, meta.name, map(str, files))
     paths = [Path(str(p)) for p in files[meta.split]]
-    if all(_is_json(p) for p in paths):
-        return store.from_rows(row for p in paths for row in json_rows(p))
+    used = {Path(str(p)).resolve() for of_split in files.values() for p in of_split}
+    if left := [str(p.relative_to(path)) for p in there if p.resolve() not in used]:
+        warnings.warn(
+            f"{meta.name}: files that are no part of a split are left out ({', '.join(left)}); the split {meta.split!r} is "
+            f"{', '.join(p.name for p in paths)}. Name files alike, or give the file that is meant",
+            UserWarning,
+            stacklevel=5,
+        )
+    if all(_kind(p) in ("json", "csv") for p in paths):
+        return store.from_rows(row for p in paths for row in _text_rows(p))
     try:
-        return datasets.load_dataset(str(path), name=subset, split=meta.split)
+        made: datasets.Dataset = datasets.load_dataset(str(path), name=subset, split=meta.split)
     except (ValueError, TypeError, datasets.exceptions.DatasetsError) as cause:
         raise DataError.loading(meta.name, cause) from cause
+    return made
 
 
-def _builder(kind: str, meta: DatasetMeta, files: list[str], sep: str | None) -> datasets.Dataset:
-    import datasets
+def _declared(path: Path) -> bool:
+    """Whether the data set's card says which files are data."""
+    card = path / "README.md"
+    return card.is_file() and re.search(r"^configs:", card.read_text("utf-8", "replace"), re.MULTILINE) is not None
 
-    options = {"sep": sep} if sep else {}
+
+def _data_files(path: Path) -> list[Path]:
+    """All files in a folder that could be data, hidden ones apart."""
+    found = (p for p in sorted(path.rglob("*")) if _kind(p) and p.name not in _NO_DATA and p.is_file())
+    return [p for p in found if not any(name.startswith((".", "__")) for name in p.relative_to(path).parts)]
+
+
+def _check_one_format(path: Path, files: Iterable[Path]) -> None:
+    kinds: dict[str, list[str]] = {}
+    for file in files:
+        kinds.setdefault(_kind(file) or "", []).append(str(file.relative_to(path)))
+    if len(kinds) > 1:
+        raise DataError.formats(path, kinds)
+
+
+def _typed(kind: str, meta: DatasetMeta, file: str) -> datasets.Dataset:
+    datasets: Any = store.library()
     try:
-        return datasets.load_dataset(kind, data_files={meta.split: files}, split=meta.split, **options)
+        table: datasets.Dataset = datasets.load_dataset(kind, data_files={meta.split: [file]}, split=meta.split)
     except (ValueError, TypeError, OSError, datasets.exceptions.DatasetsError) as cause:
-        raise DataError.loading(files[0], cause.__cause__ or cause) from cause
+        raise DataError.loading(file, cause.__cause__ or cause) from cause
+    return table
 
 
 def _is_json(path: Path) -> bool:
@@ -190,12 +251,12 @@ def json_rows(path: Path) -> Iterator[dict[str, Any]]:
     or JSON Lines under that name.
     """
     inner = path.with_suffix("") if path.suffix in _OPEN else path
-    with _OPEN.get(path.suffix, open)(path, "rt", encoding="utf-8-sig") as file:
+    with _told(path), _OPEN.get(path.suffix, open)(path, "rb") as file:
         if inner.suffix != ".json":
             yield from _lines(path, file)
             return
         try:
-            value = json.load(file)
+            value = json.loads(file.read().decode("utf-8-sig"))
         except json.JSONDecodeError as cause:
             if not cause.msg.startswith("Extra data"):
                 raise DataError.line(path, cause.lineno, str(cause)) from cause
@@ -205,14 +266,29 @@ def json_rows(path: Path) -> Iterator[dict[str, Any]]:
     yield from _document(path, value)
 
 
-def _lines(path: Path, file: IO[str]) -> Iterator[dict[str, Any]]:
+@contextlib.contextmanager
+def _told(path: Path) -> Iterator[None]:
+    """What can go wrong in reading a file's bytes, with the file's name."""
+    try:
+        yield
+    except UnicodeDecodeError as cause:
+        raise DataError.encoding(path, cause) from cause
+    except (OSError, EOFError, lzma.LZMAError, zlib.error) as cause:  # a damaged or cut compressed file
+        raise DataError.loading(path, cause) from cause
+    except RecursionError as cause:
+        raise DataError.loading(path, "its values are nested too deep") from cause
+
+
+def _lines(path: Path, file: IO[bytes]) -> Iterator[dict[str, Any]]:
     for number, line in enumerate(file, 1):
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
+            row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
         except json.JSONDecodeError as cause:
             raise DataError.line(path, number, str(cause)) from cause
+        except UnicodeDecodeError as cause:
+            raise DataError.encoding(f"{path}, line {number}", cause) from cause
         if not isinstance(row, dict):
             raise DataError.line(path, number, f"it is a {type(row).__name__}")
         yield row
@@ -227,3 +303,27 @@ def _document(path: Path, value: Any) -> Iterator[dict[str, Any]]:
         if not isinstance(row, dict):
             raise DataError.not_rows(index, row)
         yield row
+
+
+def csv_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """Rows of a csv or tsv file with a header. Every value is the text that is written there: nothing is guessed to be a
+    number or to be absent, or 007 and NA would be lost.
+    """
+    limit = csv.field_size_limit(2**31 - 1)  # the csv library's own, for the whole process, is 128 KiB
+    try:
+        with _told(path), path.open(encoding="utf-8-sig", newline="") as file:
+            lines = csv.reader(file, delimiter=_SEPARATED[path.suffix], strict=True)
+            try:
+                names = next(lines, [])
+                if len(set(names)) != len(names):
+                    raise DataError.loading(path, f"two columns have one name in its header {names}")
+                for values in lines:
+                    if len(values) not in (0, len(names)):
+                        why = f"{len(values)} values for the {len(names)} columns {names}"
+                        raise DataError.loading(f"{path}, line {lines.line_num}", why)
+                    if values:
+                        yield dict(zip(names, values, strict=True))
+            except csv.Error as cause:
+                raise DataError.loading(f"{path}, line {lines.line_num}", cause) from cause
+    finally:
+        csv.field_size_limit(limit)

@@ -8,10 +8,11 @@ beside it as integers. Tables that come typed already (csv, parquet, arrow) stay
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from twinkle_core.errors import DataError
+from twinkle_core.errors import DataError, NeedsLibrary
 
 if TYPE_CHECKING:
     import datasets
@@ -24,16 +25,29 @@ IDS = ("input_ids", "labels")
 Row = dict[str, Any]
 
 
+def library() -> Any:
+    """The library of tables.
+
+    Raises:
+        NeedsLibrary: it is not installed.
+    """
+    try:
+        import datasets
+    except ImportError as cause:
+        raise NeedsLibrary("a data set", "datasets", "twinkle-core[data]", sys.prefix) from cause
+    return datasets
+
+
 def from_rows(rows: Iterable[Mapping[str, Any]]) -> datasets.Dataset:
     """A table of rows in memory."""
-    import datasets
-
+    datasets: Any = library()
     texts: list[str] = []
     for index, row in enumerate(rows):
         if not isinstance(row, Mapping):
             raise DataError.not_rows(index, row)
-        texts.append(_dumps(row))
-    return datasets.Dataset.from_dict({ROW: texts}, features=_features(encoded=False))
+        texts.append(dumps(row, index))
+    table: datasets.Dataset = datasets.Dataset.from_dict({ROW: texts}, features=_features(encoded=False))
+    return table
 
 
 def is_kept(table: datasets.Dataset) -> bool:
@@ -120,7 +134,7 @@ def _put(out: dict[str, list[Any]], row: Mapping[str, Any], source: int, encoded
         for name in IDS:
             value = rest.get(name)
             out[name].append(rest.pop(name) if _is_ids(value) else None)
-    out[ROW].append(_dumps(rest))
+    out[ROW].append(dumps(rest, source))
     out["source"].append(source)
 
 
@@ -152,8 +166,24 @@ def _features(encoded: bool) -> datasets.Features:
     return datasets.Features({**columns, **dict.fromkeys(IDS, ids)} if encoded else columns)
 
 
-def _dumps(row: Mapping[str, Any]) -> str:
-    return json.dumps(row, ensure_ascii=False, default=_plain, separators=(",", ":"))
+def dumps(row: Mapping[str, Any], index: int) -> str:
+    """A row as JSON text.
+
+    Raises:
+        DataError: it holds what JSON or UTF-8 can't.
+    """
+    try:
+        text = json.dumps(row, ensure_ascii=False, default=_plain, separators=(",", ":"))
+        if not text.isascii():
+            text.encode()
+    except UnicodeEncodeError as cause:
+        near = cause.object[max(cause.start - 20, 0) : cause.end + 5]
+        raise DataError.in_row("a data set", index, DataError.half_character(near)) from cause
+    except DataError as cause:
+        raise DataError.in_row("a data set", index, cause) from cause
+    except (TypeError, ValueError, RecursionError) as cause:  # keys that are no text, a circle, too deep
+        raise DataError.in_row("a data set", index, DataError.unkept(cause)) from cause
+    return text
 
 
 def _plain(value: Any) -> Any:

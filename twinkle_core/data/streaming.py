@@ -10,7 +10,7 @@ from typing import Any
 from twinkle_core import registry
 from twinkle_core.contracts.template import Template
 from twinkle_core.data import sources
-from twinkle_core.data.dataset import Row, as_list, in_row
+from twinkle_core.data.dataset import Row, as_list, called, in_row
 from twinkle_core.data.sources import DatasetMeta
 from twinkle_core.errors import DataError
 from twinkle_core.log import get_logger
@@ -66,7 +66,7 @@ class IterableDataset:
         """As ``Dataset.map``, when a row is read."""
         if self._encoded:
             raise DataError.encoded("map")
-        function = registry.build("preprocessor", preprocessor, kwargs)
+        function = called("preprocessor", registry.build("preprocessor", preprocessor, kwargs))
         name = getattr(function, "__name__", None) or type(function).__name__
 
         def work(row: Row, index: int) -> list[Mapping[str, Any]]:
@@ -79,6 +79,7 @@ class IterableDataset:
 
     def filter(self, function: Callable[[Row], bool], *, dataset_meta: DatasetMeta | None = None) -> IterableDataset:
         """As ``Dataset.filter``, when a row is read."""
+        called("function", function)
         name = getattr(function, "__name__", None) or type(function).__name__
         return self._then(
             f"filter {name}", lambda row, index: [row] if in_row(name, index, function, row) else [], dataset_meta

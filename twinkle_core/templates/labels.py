@@ -178,7 +178,7 @@ class Locator:
     ) -> _Skeleton:
         literals, order = marker.split(self._render(marked, tools, False))
         self._check_complete(messages, parts, order)
-        bounds = []
+        bounds: list[_Bound] = []
         for turn, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
