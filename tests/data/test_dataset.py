@@ -469,6 +469,10 @@ def test_metas_that_cant_be_are_told(kwargs, told):
 
 @pytest.mark.parametrize("kind", [Dataset, IterableDataset])
 def test_what_cant_be_called_is_told(kind):
+    assert list(kind({"a": i} for i in range(2))) == [{"a": 0}, {"a": 1}]
+    for wrong in (5, {"a": 1}):
+        with pytest.raises(DataError, match="give rows"):
+            kind(wrong)
     with pytest.raises(DataError, match="preprocessor=5"):
         kind([{"a": 1}]).map(5)
     with pytest.raises(DataError, match="function='x'"):

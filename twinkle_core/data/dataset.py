@@ -55,8 +55,7 @@ class Dataset:
         """Load another set after those there are. ``map(…, dataset_meta=meta)`` treats it alone."""
         if self._encoded:
             raise DataError.encoded("add_dataset")
-        if not isinstance(meta, DatasetMeta):
-            meta = DatasetMeta(str(meta)) if isinstance(meta, (str, Path)) else DatasetMeta(data=list(meta))
+        meta = DatasetMeta.of(meta)
         self._replace([*self._parts, sources.load(meta)], [*self._metas, meta])
 
     def mix_dataset(self, interleave: bool = True) -> None:

@@ -70,6 +70,16 @@ class DatasetMeta:
             way = "an iterator is empty after its first pass; give list(…), or an object whose iter() starts anew"
             raise DataError.argument("data", self.data, way)
 
+    @classmethod
+    def of(cls, source: DatasetMeta | str | Path | Iterable[Mapping[str, Any]]) -> DatasetMeta:
+        """Itself, an id or a path alone, or rows in memory (an iterator is read here)."""
+        if isinstance(source, DatasetMeta):
+            return source
+        if isinstance(source, (str, Path)):
+            return cls(str(source))
+        rows = isinstance(source, Iterable) and not isinstance(source, Mapping)
+        return cls(data=list(source) if rows else source)
+
     @property
     def name(self) -> str:
         """How messages call it."""

@@ -43,8 +43,7 @@ class IterableDataset:
         """Another stream after those there are."""
         if self._encoded:
             raise DataError.encoded("add_dataset")
-        if not isinstance(meta, DatasetMeta):
-            meta = DatasetMeta(str(meta)) if isinstance(meta, (str, Path)) else DatasetMeta(data=list(meta))
+        meta = DatasetMeta.of(meta)
         sources.check_stream(meta)
         self._parts.append((meta, []))
 

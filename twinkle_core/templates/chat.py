@@ -163,10 +163,11 @@ class ChatTemplate(Template):
         """The rendering, unless the template wrote out the data structure of an image or the like, as Jinja does."""
         text = self._render(messages, tools, add_generation_prompt)
         for turn, message in enumerate(messages):
-            for part in message["content"] if isinstance(message["content"], list) else ():
-                if repr(part) in text:
-                    way = f"the chat template knows no parts like {part!r:.60}; it takes texts only"
-                    raise TemplateError.at(turn, message["role"], way)
+            parts = message["content"] if isinstance(message["content"], list) else []
+            if any(repr(part) in text for part in parts):
+                other = next((part for part in parts if part["type"] != "text"), parts[0])
+                way = f"the chat template knows no parts like {other!r:.60}; it takes texts only"
+                raise TemplateError.at(turn, message["role"], way)
         return text
 
     def _render(self, messages: Sequence[Turn], tools: list[Any] | None, add_generation_prompt: bool) -> str:
