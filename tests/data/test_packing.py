@@ -107,3 +107,13 @@ def test_bad_streams_are_told_before_reading(tmp_path):
         IterableDataset(DatasetMeta(data=[{}], data_slice=[1, 0]))
     with pytest.raises(DataError, match="set_template"):
         IterableDataset([{}]).encode()
+
+
+def test_packing_that_fails_leaves_the_counts_of_dropped_rows():
+    rows = [TALKS[0], {"messages": [{"role": "user", "content": "hi"}]}, TALKS[1]]
+    dataset = PackingDataset(rows, max_length=3)
+    dataset.set_template("chat", model_id=toy_t_tokenizer(), truncation_strategy="delete")
+    with pytest.raises(DataError, match="more than max_length=3"):
+        dataset.encode()
+    assert dataset.dropped == {}
+    assert len(dataset) == 3

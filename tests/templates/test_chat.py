@@ -348,6 +348,13 @@ def test_parse_puts_thoughts_apart(text, message):
     assert ChatTemplate(toys.thinking_tokenizer()).parse(text) == {"role": "assistant", **message}
 
 
+def test_a_closing_tag_alone_ends_a_thought_only_where_there_are_thoughts():
+    text = "I said '</think>' aloud"
+    for template in (_CHATML, ChatTemplate(toys.chatml_tokenizer(), use_chat_template=False)):
+        assert template.parse(text) == {"role": "assistant", "content": text}
+        assert template.parse(f"<think>a</think>{text}") == {"role": "assistant", "reasoning_content": "a", "content": text}
+
+
 def test_parse_reads_both_forms_of_calls():
     template = ChatTemplate(toys.thinking_tokenizer())
     calls = [
@@ -728,6 +735,14 @@ def test_a_template_of_texts_alone_does_not_write_out_an_image():
     template = ChatTemplate(toys.chatml_tokenizer(), chat_template=able)
     assert "look<image>" in template.render({"messages": [user(parts), assistant("yo")]})
     assert trained(template, template.encode({"messages": [user(parts), assistant("yo")]})) == ["yo<|im_end|>"]
+
+
+def test_a_refusal_names_the_message_that_the_template_writes_otherwise():
+    """The template begins an empty answer in another way: that is not the question's fault."""
+    source = toys.CHATML.replace("{{ m['content'] }}", "{{ '' if m.content else '~' }}{{ m['content'] }}")
+    template = ChatTemplate(toys.chatml_tokenizer(), chat_template=source)
+    with pytest.raises(TemplateError, match=r"message 1 \(assistant\): [\s\S]*can't be followed[\s\S]*chat_template="):
+        template.encode({"messages": [user("hi"), assistant("")]})
 
 
 def test_plain_text_is_rendered_as_it_is_encoded():

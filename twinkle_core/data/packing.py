@@ -53,13 +53,13 @@ class PackingDataset(Dataset):
         capacity = self.max_length or getattr(self._needs_template(), "max_length", None)
         if not isinstance(capacity, int) or capacity < 1:
             raise DataError.argument("max_length", capacity, "a pack needs a length, and the template has none")
-        before = self._parts
+        before, dropped = self._parts, dict(self.dropped)
         super().encode(num_proc)
         lengths = [len(row["input_ids"]) for row in super().__iter__()]
         for index, length in enumerate(lengths):
             if length > capacity:
                 self._replace(before, self._metas)
-                self._encoded = False
+                self._encoded, self.dropped = False, dropped
                 raise DataError.in_row("a pack", index, f"its {length} tokens are more than max_length={capacity}")
         self.packs = first_fit_decreasing(lengths, capacity)
         return self

@@ -78,6 +78,7 @@ class ChatTemplate(Template):
         self.enable_thinking = enable_thinking
         self.train_on = train_on
         self.dropped = 0  # conversations dropped by this object, in this process
+        self._thinks = False  # whether the model may end a thought that its prompt began
         if not use_chat_template:
             return
         if chat_template is None and not self.tokenizer.chat_template:
@@ -86,6 +87,7 @@ class ChatTemplate(Template):
         source = chat_template or self.tokenizer.chat_template
         text = "\n".join(source.values()) if isinstance(source, Mapping) else str(source)
         self._inline_thoughts = "reasoning_content" not in text
+        self._thinks = "</think>" in text
         self._tagged = bool(_GENERATION.search(text))
         added = [str(token) for token in self.tokenizer.added_tokens_decoder.values()]
         special = list(self.tokenizer.all_special_tokens)
@@ -274,8 +276,8 @@ class ChatTemplate(Template):
     def parse(self, text: str) -> Message:
         """A completion to an assistant message.
 
-        Up to the end token; a thought (also one whose ``<think>`` was in the prompt) goes to ``reasoning_content``, tool calls
-        in the form of Hermes and Qwen to ``tool_calls``, the rest to ``content``.
+        Up to the end token; a thought (also one whose ``<think>`` was in the prompt, if the template has thoughts) goes to
+        ``reasoning_content``, tool calls in the form of Hermes and Qwen to ``tool_calls``, the rest to ``content``.
         """
         end = self._locator.end if self.use_chat_template else self.tokenizer.eos_token
         for token in (end, self.tokenizer.eos_token):
@@ -284,7 +286,7 @@ class ChatTemplate(Template):
         message: Message = {"role": "assistant", "content": ""}
         before, closed, after = text.partition("</think>")
         opened = before.lstrip().startswith("<think>")
-        if closed or opened:  # a thought that was cut off has no answer
+        if opened or (closed and self._thinks):  # a thought that was cut off has no answer
             thought = before.lstrip().removeprefix("<think>").strip()
             text = after
             if thought:

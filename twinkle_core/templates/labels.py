@@ -147,7 +147,10 @@ class Locator:
             if not isinstance(found, list):
                 turn = min(found, len(messages) - 1)
                 raise TemplateError.at(
-                    turn, messages[turn]["role"], "the chat template changes its text in a way that can't be followed"
+                    turn,
+                    messages[turn]["role"],
+                    "the chat template changes its text, or what it writes around it, in a way that can't be followed. "
+                    "Remove the message, or give a template with {% generation %} tags as chat_template=…",
                 )
             _remember(self._skeletons, key, skeleton)
         return found
@@ -158,13 +161,15 @@ class Locator:
         if not text.startswith(literals[0]):
             return parts[order[0]].turn if order else 0
         starts, at = [0], len(literals[0])
-        for number, literal in zip(order, literals[1:], strict=True):
-            part = parts[number]
+        for place, (number, literal) in enumerate(zip(order, literals[1:], strict=True), 1):
+            part, begun = parts[number], False
             for form in part.forms():
-                if text.startswith(form, at) and text.startswith(literal, at + len(form)):
-                    break
-            else:
-                return part.turn
+                if text.startswith(form, at):
+                    if text.startswith(literal, at + len(form)):
+                        break
+                    begun = True
+            else:  # where the text itself is right, what the template writes for the next one is not
+                return parts[order[place]].turn if begun and place < len(order) else part.turn
             starts.append(at + len(form))
             at = starts[-1] + len(literal)
         if at != len(text):
@@ -239,14 +244,19 @@ class Locator:
         if prompt is None:  # nothing comes before: there is no prompt to ask the template for
             at = literal.rfind(self.header) if self.header else -1
             if at < 0:
-                raise TemplateError.at(turn, "assistant", "no user comes before it, and the template has no header")
+                raise TemplateError.at(
+                    turn, "assistant", "no user comes before it, and the template has no header. Begin with a user"
+                )
             return at + len(self.header)
         same = len(_common([prompt, literal]))
         if same < len(prompt):  # an old turn without the thought that the prompt begins: back to the end of a token
             same = max((end for end in self._boundaries(prompt) if end <= same), default=0)
             floor = len(prompt) - len(self.header) if self.header and prompt.endswith(self.header) else 0
             if same <= floor or (self.end and self.end in prompt[same:]):  # it differs before the last header already
-                raise TemplateError.at(turn, "assistant", "the chat template writes another header than its generation prompt")
+                way = "the chat template writes another header than its generation prompt. Cut the conversation before it, or "
+                raise TemplateError.at(
+                    turn, "assistant", f"{way}give a template with {{% generation %}} tags as chat_template=…"
+                )
         return same
 
     def _prompt(
