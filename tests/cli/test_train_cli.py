@@ -14,6 +14,7 @@ import pytest
 from safetensors.torch import load_file
 
 from twinkle_core import errors, hookimpl, plugins
+from twinkle_core.cli import checkpoints
 from twinkle_core.cli.main import main
 
 BUNDLED = "bundled://self-cognition"
@@ -139,6 +140,28 @@ def test_sigterm_leaves_a_checkpoint(config, tmp_path):
     assert "Stopping after this step" in process.communicate(timeout=60)[0]
     assert process.returncode == 143
     assert len(list((tmp_path / "out").glob("checkpoint-*"))) == 1
+
+
+def test_a_signal_in_the_closing_save_does_not_break_it_off(config, twinkle, tmp_path, monkeypatch):
+    """Nor does a second one; what was found at the signal is put back."""
+    name_of = checkpoints.name_of
+
+    def interrupted(step):
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
+        return name_of(step)
+
+    def kill(number, frame):
+        raise AssertionError("the signal was not noted")
+
+    monkeypatch.setattr(checkpoints, "name_of", interrupted)
+    before = signal.signal(signal.SIGTERM, kill)
+    try:
+        assert twinkle("train", config(training={"max_steps": 2}))[0] == 0
+        assert signal.getsignal(signal.SIGTERM) is kill
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert (tmp_path / "out/checkpoint-2").is_dir()
 
 
 def test_resume_auto_begins_where_there_is_nothing_and_goes_on_where_there_is(config, twinkle, tmp_path, lines):

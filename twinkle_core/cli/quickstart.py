@@ -86,8 +86,8 @@ def run(args: argparse.Namespace) -> int:
         current = sft.prepare(plan)
         before = ask(current.model, questions)
     print(f"\nBefore\n{_dialogue(questions, before)}\n")
-    status = sft.loop(current)
-    adapter = current.model.save("adapter", plan.output_dir)
+    status = sft.loop(current, at_end=lambda: current.model.save("adapter", plan.output_dir))
+    adapter = plan.output_dir / "adapter"
     if status:
         print(f"\nStopped after step {current.step} of {current.total}. The adapter as it is: {adapter}")
         return status
@@ -160,7 +160,7 @@ def _dialogue(questions: Sequence[str], answers: Sequence[str]) -> str:
     return "\n".join(f"  {question}\n    {' '.join(answer.split())}" for question, answer in pairs)
 
 
-def _leave(plan: sft_plan.Plan, choice: quickstart_model.Choice, adapter: str) -> None:
+def _leave(plan: sft_plan.Plan, choice: quickstart_model.Choice, adapter: Path) -> None:
     """Draw the loss and say where everything is."""
     metrics, picture = plan.output_dir / "metrics.jsonl", plan.output_dir / "loss.png"
     missing = journal.plot(journal.read(metrics), picture, f"{choice.title} learns its name")

@@ -67,9 +67,7 @@ def run(plan: sft_plan.Plan, say: Callable[[str], None] = print, bar: bool = Tru
             save()
 
     say(current.model.get_train_configs())
-    status = loop(current, each_step, bar=bar)
-    if saved != current.step:
-        save()
+    status = loop(current, each_step, lambda: None if saved == current.step else save(), bar=bar)
     missing = journal.plot(journal.read(plan.output_dir / "metrics.jsonl"), plan.output_dir / "loss.png", plan.config.model.id)
     say(f"no loss plot: {missing}" if missing else f"loss plot: {plan.output_dir / 'loss.png'}")
     if status:
@@ -77,8 +75,15 @@ def run(plan: sft_plan.Plan, say: Callable[[str], None] = print, bar: bool = Tru
     return status
 
 
-def loop(current: Run, each_step: Callable[[], None] = lambda: None, *, bar: bool = True) -> int:
+def loop(
+    current: Run, each_step: Callable[[], None] = lambda: None, at_end: Callable[[], object] = lambda: None, *, bar: bool = True
+) -> int:
     """The training loop: from ``current.step`` to ``current.total``, or until a signal comes.
+
+    Args:
+        each_step: called after each step.
+        at_end: called after the last one; a signal that comes while it saves is noted too, and does not break it off.
+        bar: whether to draw a progress bar.
 
     Returns:
         The exit status, as ``run``.
@@ -98,6 +103,7 @@ def loop(current: Run, each_step: Callable[[], None] = lambda: None, *, bar: boo
             each_step()
             if last or interrupts.received is not None:
                 break
+        at_end()
         return interrupts.exit_status if current.step < current.total else 0  # a signal at the very end stopped nothing
 
 
