@@ -164,6 +164,13 @@ class AlreadyBuilt(TwinkleError, TypeError):
         )
 
 
+class BadName(TwinkleError, ValueError):
+    """A name that could never be asked for, or an object that is none."""
+
+    def __init__(self, kind: str, name: object, why: str) -> None:
+        super().__init__(f"{kind} {name!r} can't be registered: {why}.")
+
+
 class NameTaken(TwinkleError, ValueError):
     """A name registered a second time in one process."""
 
@@ -974,6 +981,18 @@ class NoCheckpoint(TwinkleError, FileNotFoundError):
 
     def __init__(self, path: object) -> None:
         super().__init__(f"--resume {path}: there is no such checkpoint folder; --resume alone takes the newest in output_dir")
+
+
+class DataOrderChanged(TwinkleError, ValueError):
+    """A resumed run whose rows come in another order. ``different``: (what, before, now)."""
+
+    def __init__(self, checkpoint: object, file: object, different: Iterable[tuple[str, object, object]]) -> None:
+        lines = "".join(f"\n    {what}: {before!r} before, {now!r} now" for what, before, now in different)
+        super().__init__(
+            f"{checkpoint} can't be gone on from: its run drew its rows in another order.{lines}\n"
+            f"    Give what it had. If it is the same data under another name, remove {file}.\n"
+            "    For other data begin a new run, from the trained adapter with adapter.path."
+        )
 
 
 class CacheNotWritable(TwinkleError, OSError):

@@ -33,6 +33,7 @@ from twinkle_core import api, arguments, loading, snapshots
 from twinkle_core.errors import (
     AlreadyBuilt,
     Ambiguous,
+    BadName,
     Disabled,
     FrozenRegistry,
     NameTaken,
@@ -43,7 +44,7 @@ from twinkle_core.errors import (
 )
 from twinkle_core.index import Entry, Index, scan
 from twinkle_core.known import FIRST_PARTY, KNOWN
-from twinkle_core.names import PLURAL, closest, fold, kind_of, normalise
+from twinkle_core.names import PLURAL, closest, fold, kind_of, normalise, unusable
 
 if TYPE_CHECKING:
     from twinkle_core.plugins import Plugins
@@ -94,11 +95,15 @@ class Registry:
             override: whether it may take the place of an installed or registered one of that name.
 
         Raises:
-            NameTaken, FrozenRegistry.
+            BadName: '', or with '/' or ':', or an object that is None. NameTaken, FrozenRegistry.
         """
         kind = kind_of(kind)
         if self._frozen is not None:
             raise FrozenRegistry(kind, name, (e.qualified for e in self._frozen.of(kind)))
+        if unusable(name):
+            raise BadName(kind, name, unusable(name))
+        if obj is None:
+            raise BadName(kind, name, "None is no component")
         key = (kind, fold(kind, name))
         held = [self._registered[key]] if key in self._registered else []
         held += [e for e in self.index().hits(kind, name) if not e.disabled]
@@ -272,11 +277,11 @@ class Registry:
 
     # ------------------------------------------------------------------------------------------------ safety and records
 
-    def freeze(self, allow: Mapping[str, Iterable[str]] | None = None) -> None:
+    def freeze(self, allow: Mapping[str, str | Iterable[str]] | None = None) -> None:
         """From now on names resolve in a fixed table only; import paths, repositories and registrations are refused.
 
         Args:
-            allow: kind -> names, each resolved now (without importing it). A kind that is absent allows nothing.
+            allow: kind -> names (or one name), each resolved now (without importing it). A kind that is absent allows nothing.
                 None: all that can be asked for at this moment.
 
         Objects handed over inside the process are still taken as they are. There is no way back.
@@ -287,7 +292,7 @@ class Registry:
         if allow is None:
             table = [e for kind in PLURAL for e in self.entries(kind)]
         else:
-            table = [self.find(kind, name) for kind, names in allow.items() for name in names]
+            table = [self.find(kind, name) for kind, names in allow.items() for name in _several(names)]
         self._frozen = Index(dict.fromkeys(table))
 
     @property
@@ -325,6 +330,10 @@ def owner(kind: str, name: str) -> str:
         (fold(kind, n) == key, dist) for (k, n), (cls, dist, _) in KNOWN.items() if k == kind and key in _keys(kind, n, cls)
     ]
     return max(known, default=(False, ""))[1]  # the name's rather than the class's
+
+
+def _several(names: str | Iterable[str]) -> Iterable[str]:
+    return [names] if isinstance(names, str) else names
 
 
 def _keys(kind: str, name: str, cls: str) -> tuple[str, str]:

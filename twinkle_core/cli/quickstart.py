@@ -45,11 +45,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         description="Ask a small model who it is, train a LoRA on the spot, and ask again. No network is used.",
     )
     unset = "default: what suits the model"
-    parser.add_argument("--model", help="ms://…, hf://…, a folder, or 'toy'; default: SmolLM2-135M-Instruct")
+    parser.add_argument("--model", type=_text, help="ms://…, hf://…, a folder, or 'toy'; default: SmolLM2-135M-Instruct")
     parser.add_argument("--name", type=_text, default="Twinkle", help="what the model is to call itself (%(default)s)")
     parser.add_argument("--author", type=_text, default="the Twinkle team", help="who it is to say made it (%(default)s)")
     parser.add_argument("--output", type=Path, default=Path("quickstart-output"), help="folder to write to (%(default)s)")
-    parser.add_argument("--seed", type=int, default=42, help="the same seed gives the same weights (%(default)s)")
+    parser.add_argument("--seed", type=_seed, default=42, help="the same seed gives the same weights (%(default)s)")
     parser.add_argument("--steps", type=_count, help=f"updates of the weights; {unset}")
     parser.add_argument("--batch-size", type=_count, help=f"rows of a step; {unset}")
     parser.add_argument("--lr", type=float, help=f"learning rate; {unset}")
@@ -66,6 +66,12 @@ def _text(value: str) -> str:
 def _count(value: str) -> int:
     if not value.isdigit() or int(value) == 0:
         raise argparse.ArgumentTypeError(f"must be a whole number from 1 up, not {value!r}")
+    return int(value)
+
+
+def _seed(value: str) -> int:
+    if not value.isdecimal() or int(value) >= 2**32:
+        raise argparse.ArgumentTypeError(f"must be a whole number from 0 to {2**32 - 1}, not {value!r}")
     return int(value)
 
 

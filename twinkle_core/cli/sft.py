@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from twinkle_core import registry
-from twinkle_core.cli import checkpoints, journal, quickstart_model, sft_plan
+from twinkle_core.cli import checkpoints, journal, quickstart_model, run_files, sft_plan
 from twinkle_core.cli.interrupts import Interrupts
 from twinkle_core.config.schema import DatasetConfig, TrainConfig
 
@@ -46,7 +46,9 @@ def run(plan: sft_plan.Plan, say: Callable[[str], None] = print, bar: bool = Tru
     Returns:
         The exit status: 0, or 130 and 143 after SIGINT and SIGTERM.
     """
+    checkpoints.sweep(plan.output_dir)
     current = prepare(plan, say)
+    note(current)
     save_steps, limit = plan.config.training.save_steps, plan.config.training.save_total_limit
     saved = current.step
 
@@ -73,6 +75,13 @@ def run(plan: sft_plan.Plan, say: Callable[[str], None] = print, bar: bool = Tru
     if status:
         say(f"stopped after step {current.step} of {current.total}; go on with --resume")
     return status
+
+
+def note(current: Run) -> None:
+    """What the run is, in its folder; when nothing can refuse it any more."""
+    run_files.write_config(current.config, current.plan.output_dir)
+    order = run_files.data_order(current.config, len(current.loader.dataset))
+    run_files.write_data_order(order, current.plan.output_dir)
 
 
 def loop(
@@ -164,6 +173,8 @@ def prepare(plan: sft_plan.Plan, say: Callable[[str], None] = print) -> Run:
     total = config.training.max_steps or config.training.epochs * per_epoch
     sft_plan.check_scheduler(plan, total)
     say(f"{len(loader.dataset)} rows, {per_epoch} steps an epoch, {total} steps in all")
+    if plan.resume is not None:
+        run_files.check_data_order(run_files.data_order(config, len(loader.dataset)), plan.resume)
     model = _model(plan, model_id, template, total)
     current = Run(plan, model, loader, eval_loader, total)
     if plan.resume is not None:
