@@ -144,3 +144,9 @@ def test_a_library_that_is_not_installed_is_named(twinkle, monkeypatch, tmp_path
     monkeypatch.setitem(sys.modules, "datasets", None)
     status, text = twinkle("quickstart", "--model", "toy", "--output", tmp_path / "q")
     assert status == 1 and "pip install 'twinkle-core[data]'" in text
+
+
+def test_a_folder_with_another_run_is_refused_with_an_option_that_there_is(twinkle, tmp_path):
+    (tmp_path / "q/checkpoint-3").mkdir(parents=True)
+    status, text = twinkle("quickstart", "--model", "toy", "--output", tmp_path / "q")
+    assert status == 1 and "holds checkpoint-3" in text and "--output FOLDER" in text and "--resume" not in text

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from twinkle_core import settings
-from twinkle_core.cli import journal, quickstart_model, sft, sft_plan
+from twinkle_core import errors, settings
+from twinkle_core.cli import checkpoints, journal, quickstart_model, sft, sft_plan
 from twinkle_core.cli.quickstart_program import program
 from twinkle_core.config.schema import TrainConfig
 
@@ -83,6 +83,9 @@ def run(args: argparse.Namespace) -> int:
     """
     began = time.perf_counter()
     settings.wait_passively()
+    existing = checkpoints.all_of(args.output)
+    if existing:
+        raise errors.OutputInUse(args.output, existing[-1].name, "Write elsewhere: --output FOLDER.")
     choice = quickstart_model.choose(args.model)
     precision = _precision()
     plan = sft_plan.make(TrainConfig.model_validate(_config(args, choice, precision)))
