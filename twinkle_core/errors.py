@@ -164,6 +164,13 @@ class AlreadyBuilt(TwinkleError, TypeError):
         )
 
 
+class BadName(TwinkleError, ValueError):
+    """A name that could never be asked for, or an object that is none."""
+
+    def __init__(self, kind: str, name: object, why: str) -> None:
+        super().__init__(f"{kind} {name!r} can't be registered: {why}.")
+
+
 class NameTaken(TwinkleError, ValueError):
     """A name registered a second time in one process."""
 
@@ -1046,11 +1053,13 @@ class StrayWord(TwinkleError, ValueError):
 class OutputInUse(TwinkleError, FileExistsError):
     """A new run would mix its checkpoints with another's."""
 
-    def __init__(self, output_dir: object, checkpoint: object) -> None:
-        super().__init__(
-            f"{output_dir} already holds {checkpoint} of another run.\n"
-            "    Go on with it: --resume. Or begin elsewhere: --output_dir FOLDER."
-        )
+    def __init__(
+        self,
+        output_dir: object,
+        checkpoint: object,
+        way: str = "Go on with it: --resume. Or begin elsewhere: --output_dir FOLDER.",
+    ) -> None:
+        super().__init__(f"{output_dir} already holds {checkpoint} of another run.\n    {way}")
 
 
 class NoCheckpoint(TwinkleError, FileNotFoundError):
@@ -1058,6 +1067,18 @@ class NoCheckpoint(TwinkleError, FileNotFoundError):
 
     def __init__(self, path: object) -> None:
         super().__init__(f"--resume {path}: there is no such checkpoint folder; --resume alone takes the newest in output_dir")
+
+
+class DataOrderChanged(TwinkleError, ValueError):
+    """A resumed run whose rows come in another order. ``different``: (what, before, now)."""
+
+    def __init__(self, checkpoint: object, file: object, different: Iterable[tuple[str, object, object]]) -> None:
+        lines = "".join(f"\n    {what}: {before!r} before, {now!r} now" for what, before, now in different)
+        super().__init__(
+            f"{checkpoint} can't be gone on from: its run drew its rows in another order.{lines}\n"
+            f"    Give what it had. If it is the same data under another name, remove {file}.\n"
+            "    For other data begin a new run, from the trained adapter with adapter.path."
+        )
 
 
 class CacheNotWritable(TwinkleError, OSError):

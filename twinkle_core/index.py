@@ -10,7 +10,7 @@ from typing import Any
 from twinkle_core import settings
 from twinkle_core.isolation import attempt
 from twinkle_core.known import FIRST_PARTY
-from twinkle_core.names import KINDS, fold, normalise
+from twinkle_core.names import KINDS, closest, fold, normalise, unusable
 
 #: stands for "no object here" where None may be one
 ABSENT: Any = object()
@@ -129,7 +129,8 @@ def scan(path: Sequence[str] | None = None) -> Index:
         if read.error is not None:
             faults.append(f"{_place(dist)} could not be read: {read.why}")
         elif read.value is not None:
-            name, rank, entries = read.value
+            name, rank, entries, odd = read.value
+            faults += odd
             # The same distribution twice on sys.path counts once. A dist-info outranks an egg-info, which may be what an
             # old build left behind; of two equals the first wins, as it does for import.
             if name not in found or rank < found[name][0]:
@@ -153,12 +154,12 @@ def distribution(name: str, path: Sequence[str] | None = None) -> Any:
     return None
 
 
-def _reader(dist: Any) -> Callable[[], tuple[str, int, list[Entry]] | None]:
+def _reader(dist: Any) -> Callable[[], tuple[str, int, list[Entry], list[str]] | None]:
     return lambda: _read(dist)
 
 
-def _read(dist: Any) -> tuple[str, int, list[Entry]] | None:
-    """Normalised name, rank and entries of a distribution that mentions twinkle."""
+def _read(dist: Any) -> tuple[str, int, list[Entry], list[str]] | None:
+    """Normalised name, rank, entries and faulty lines of a distribution that mentions twinkle."""
     text = dist.read_text("entry_points.txt")
     if not text or "[twinkle." not in text:
         return None
@@ -170,7 +171,21 @@ def _read(dist: Any) -> tuple[str, int, list[Entry]] | None:
     api = tuple(sorted(int(p.name[1:]) for group, p in points if group == HANDSHAKE and p.name[1:].isdigit())) or (1,)
     kinds = KINDS | {HOOK_MODULES: HOOK_MODULES}
     entries = [Entry(kinds[group], p.name, p.value, name, version, api) for group, p in points if group in kinds]
-    return name, 0 if dist.read_text("METADATA") else 1, entries
+    groups = {group for group, _ in points} - set(kinds) - {HANDSHAKE}
+    odd = [
+        f"{name} {version}: there is no group [twinkle.{g}]; did it mean [twinkle.{n}]?"
+        for g in sorted(groups)
+        if (n := closest(g, kinds))
+    ]
+    good: dict[tuple[str, str], Entry] = {}
+    for entry in entries:
+        kept = good.setdefault((entry.kind, entry.name), entry)
+        if why := unusable(entry.name):
+            odd.append(f"{entry.label} can't be asked for: {why}")
+            del good[entry.kind, entry.name]
+        elif kept.value != entry.value:
+            odd.append(f"{entry.label} stands twice in its metadata, as {kept.value} and as {entry.value}; the first is used")
+    return name, 0 if dist.read_text("METADATA") else 1, list(good.values()), odd
 
 
 def _place(dist: Any) -> str:

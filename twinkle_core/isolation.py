@@ -23,10 +23,15 @@ class Attempt(Generic[T]):
 
 
 def attempt(call: Callable[[], T]) -> Attempt[T]:
-    """Call foreign code so that its failure is a value. ``sys.exit()`` counts as a failure; Ctrl-C passes through."""
+    """Call foreign code so that its failure is a value; only Ctrl-C passes through.
+
+    ``sys.exit()`` is a failure, and so are the exceptions beside ``Exception`` that some libraries bring (a panic in Rust).
+    """
     try:
         return Attempt(call(), None)
-    except (Exception, SystemExit) as error:
+    except (KeyboardInterrupt, GeneratorExit):
+        raise
+    except BaseException as error:
         return Attempt(None, error)
 
 

@@ -59,6 +59,13 @@ def fold(kind: str, name: str) -> str:
     return next((key.removesuffix(suffix) for suffix in SUFFIXES[kind] if key.endswith(suffix)), key)
 
 
+def unusable(name: object) -> str:
+    """Why nobody could ask for a name: '/' parts it from a distribution, ':' makes it an import path. Empty for a good one."""
+    if not isinstance(name, str) or not name.strip():
+        return "a name is a text that is not empty"
+    return next((f"a name holds no '{sign}'" for sign in "/:" if sign in name), "")
+
+
 def normalise(distribution: str) -> str:
     """A distribution's name as the package index compares it: ``Acme_Losses`` -> ``acme-losses``."""
     return re.sub(r"[-_.]+", "-", distribution).strip().lower()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -44,6 +45,9 @@ class Plugins:
         self._records: dict[str, Record] = {}
         self._warned: set[tuple[str, str]] = set()
         self._seen: Index | None = None
+        self._ready: Index | None = None  # of which all hook modules were looked at
+        self._aside: set[str] = set()
+        self._lock = threading.RLock()  # a second thread waits until all modules are there; the loading one may ask on
         self._ends = False  # whether the listeners will be told of the end of the process
 
     def hooks(self) -> Any:
@@ -56,15 +60,27 @@ class Plugins:
             HookFailed: only with ``TWINKLE_STRICT_PLUGINS=1``.
         """
         installed = self._names.index()
-        if installed is not self._seen:
-            before, self._seen = self._seen, installed  # set first: a hook module may ask for names while it loads
-            try:
-                for entry in installed.of(HOOK_MODULES):
-                    self._admit(entry)
-            except HookFailed:
-                self._seen = before
-                raise
+        if installed is not self._ready:
+            with self._lock:
+                self._look_at(installed)
         return self._manager.hook
+
+    def _look_at(self, installed: Index) -> None:
+        if installed is self._seen:
+            return  # done by another thread meanwhile, or this one is loading a module that asks for names
+        before, self._seen = self._seen, installed
+        try:
+            for entry in installed.of(HOOK_MODULES):
+                self._admit(entry)
+        except BaseException:
+            self._seen = before
+            raise
+        self._ready = installed
+
+    def set_aside(self, entry: Entry, why: str) -> None:
+        """Don't load this module in this process: elsewhere its import was found to fail, or to end the process."""
+        self._aside.add(entry.qualified)
+        self._records[entry.qualified] = Record(entry, "failed", why)
 
     def records(self) -> list[Record]:
         """What became of each hook module that was looked at, and of hooks that raised."""
@@ -99,7 +115,11 @@ class Plugins:
     def _admit(self, entry: Entry) -> None:
         """Load one hook module, unless it is there or switched off."""
         record = self._records.get(entry.qualified)
-        if (record is not None and record.state == "loaded") or entry.qualified in self._entries:
+        if (
+            entry.qualified in self._aside
+            or (record is not None and record.state == "loaded")
+            or entry.qualified in self._entries
+        ):
             return
         if entry.disabled:
             self._records[entry.qualified] = Record(entry, "off")
@@ -191,6 +211,7 @@ def check(entry: Entry, plugin: Any) -> None:
 _PROCESS = registry.process().plugins()
 hooks = _PROCESS.hooks
 records = _PROCESS.records
+set_aside = _PROCESS.set_aside
 register = _PROCESS.register
 unregister = _PROCESS.unregister
 components = _PROCESS.components

@@ -7,8 +7,9 @@ A spec resolves in this order:
 3. what ``register`` gave this process;
 4. the one installed entry of that name; names compare without case, ``_``, ``-`` and the kind's suffix, and a class's name
    works as well as its entry's;
-5. among several, twinkle's own distributions win; third parties must be told apart (never by the order of sys.path);
-   after the installed ones come those that hooks name (``twinkle_components``);
+5. among several, twinkle's own distributions win, and a name of twinkle's own is answered by its distribution alone, installed
+   or not; third parties must be told apart (never by the order of sys.path); after the installed ones come those that hooks
+   name (``twinkle_components``);
 6. ``module:Class``;
 7. ``ms://owner/repo`` or ``hf://owner/repo``, only with ``TWINKLE_TRUST_REMOTE_CODE=1``;
 8. the hook ``twinkle_resolve``;
@@ -22,14 +23,17 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from twinkle_core import api, arguments, loading, snapshots
 from twinkle_core.errors import (
     AlreadyBuilt,
     Ambiguous,
+    BadName,
     Disabled,
     FrozenRegistry,
     NameTaken,
@@ -39,8 +43,8 @@ from twinkle_core.errors import (
     UnknownName,
 )
 from twinkle_core.index import Entry, Index, scan
-from twinkle_core.known import KNOWN
-from twinkle_core.names import PLURAL, closest, fold, kind_of, normalise
+from twinkle_core.known import FIRST_PARTY, KNOWN
+from twinkle_core.names import PLURAL, closest, fold, kind_of, normalise, unusable
 
 if TYPE_CHECKING:
     from twinkle_core.plugins import Plugins
@@ -56,6 +60,8 @@ class Registry:
         self._frozen: Index | None = None
         self._resolved: dict[tuple[str, str, str], Entry] = {}
         self._plugins: Plugins | None = None
+        self._lock = threading.Lock()
+        self._thread = threading.local()  # what this thread registered within ``undo_on_error``
 
     # ------------------------------------------------------------------------------------------------ what is there
 
@@ -89,27 +95,49 @@ class Registry:
             override: whether it may take the place of an installed or registered one of that name.
 
         Raises:
-            NameTaken, FrozenRegistry.
+            BadName: '', or with '/' or ':', or an object that is None. NameTaken, FrozenRegistry.
         """
         kind = kind_of(kind)
         if self._frozen is not None:
             raise FrozenRegistry(kind, name, (e.qualified for e in self._frozen.of(kind)))
+        if unusable(name):
+            raise BadName(kind, name, unusable(name))
+        if obj is None:
+            raise BadName(kind, name, "None is no component")
         key = (kind, fold(kind, name))
         held = [self._registered[key]] if key in self._registered else []
         held += [e for e in self.index().hits(kind, name) if not e.disabled]
+        whose = owner(kind, name)
+        if whose and not held and not override:
+            raise NameTaken(kind, name, f"{whose}, installed or not")
         if held and not override:
             raise NameTaken(kind, name, held[0].label if held[0].dist else f"{held[0].value}, registered in this process")
-        self._registered[key] = entry_of(kind, name, obj)
+        entry = entry_of(kind, name, obj)
+        if getattr(self._thread, "added", None) is not None:
+            self._thread.added.append((key, entry, self._registered.get(key)))
+        self._registered[key] = entry
 
     @contextmanager
     def undo_on_error(self) -> Iterator[None]:
-        """Inside: what is registered is taken back if an error leaves the block."""
-        before = dict(self._registered)
+        """Inside: what this thread registers is taken back if an error leaves the block; what others register stays."""
+        outer, mine = getattr(self._thread, "added", None), list[tuple[tuple[str, str], Entry, Entry | None]]()
+        self._thread.added = mine
         try:
             yield
         except BaseException:
-            self._registered = before
+            for key, entry, before in reversed(mine):
+                if self._registered.get(key) is not entry:
+                    continue
+                if before is None:
+                    del self._registered[key]
+                else:
+                    self._registered[key] = before
+            mine.clear()
             raise
+        finally:
+            self._thread.added = outer
+            if outer is not None:
+                outer += mine
 
     # ------------------------------------------------------------------------------------------------ names to entries
 
@@ -129,35 +157,36 @@ class Registry:
         dist, _, bare = name.rpartition("/")
         dist = normalise(dist)
         if self._frozen is not None:
-            return _choose(kind, bare, self._frozen, self._frozen.hits(kind, bare, dist))
+            return _choose(kind, bare, self._frozen, _hits(self._frozen, kind, bare, dist))
         if not dist and (kind, fold(kind, bare)) in self._registered:
             return self._registered[kind, fold(kind, bare)]
         installed = self.index()
-        entry = _choose(kind, bare, installed, installed.hits(kind, bare, dist))
+        entry = _choose(kind, bare, installed, _hits(installed, kind, bare, dist))
         if entry is None:
             named = Index(self.plugins().components(kind))
-            entry = _choose(kind, bare, named, named.hits(kind, bare, dist))
+            entry = _choose(kind, bare, named, _hits(named, kind, bare, dist))
         return entry
 
     def plugins(self) -> Plugins:
         """The hook modules among what is installed."""
         from twinkle_core.plugins import Plugins  # brings pluggy, which names that are installed don't need
 
-        if self._plugins is None:
-            self._plugins = Plugins(self)
-        return self._plugins
+        with self._lock:
+            if self._plugins is None:
+                self._plugins = Plugins(self)
+            return self._plugins
 
     def _explain(self, kind: str, name: str) -> TwinkleError:
         """Why a name has no answer."""
         if self._frozen is not None:
             return FrozenRegistry(kind, name, (e.qualified for e in self._frozen.of(kind)))
         dist, _, bare = name.rpartition("/")
-        hits = self.index().hits(kind, bare, normalise(dist))
+        hits = _hits(self.index(), kind, bare, normalise(dist))
         if hits:  # none of them live
             return Disabled(hits[0].label)
-        for (k, known), (cls, owner, since) in KNOWN.items():
-            if k == kind and fold(kind, bare) in (fold(kind, known), fold(kind, cls)) and normalise(dist) in ("", owner):
-                return NotInstalled(kind, known, cls, owner, sys.prefix, since=since, installed=self.index().version(owner))
+        for (k, known), (cls, whose, since) in KNOWN.items():
+            if k == kind and fold(kind, bare) in _keys(kind, known, cls) and normalise(dist) in ("", whose):
+                return NotInstalled(kind, known, cls, whose, sys.prefix, since=since, installed=self.index().version(whose))
         live = self.entries(kind)
         names = sorted({e.name for e in live})
         words = [e.qualified for e in live] if dist else [*names, *(e.cls for e in live if e.cls)]
@@ -195,7 +224,8 @@ class Registry:
         entry = self._search(kind, spec)
         if entry is not None:
             return self.load(entry)
-        if self._frozen is None:
+        dist, _, bare = spec.rpartition("/")
+        if self._frozen is None and not (owner(kind, bare) if not dist else normalise(dist) in FIRST_PARTY):
             answer = self.plugins().hooks().twinkle_resolve(kind=kind, name=spec)
             if answer is not None:
                 return answer
@@ -247,11 +277,11 @@ class Registry:
 
     # ------------------------------------------------------------------------------------------------ safety and records
 
-    def freeze(self, allow: Mapping[str, Iterable[str]] | None = None) -> None:
+    def freeze(self, allow: Mapping[str, str | Iterable[str]] | None = None) -> None:
         """From now on names resolve in a fixed table only; import paths, repositories and registrations are refused.
 
         Args:
-            allow: kind -> names, each resolved now (without importing it). A kind that is absent allows nothing.
+            allow: kind -> names (or one name), each resolved now (without importing it). A kind that is absent allows nothing.
                 None: all that can be asked for at this moment.
 
         Objects handed over inside the process are still taken as they are. There is no way back.
@@ -262,7 +292,7 @@ class Registry:
         if allow is None:
             table = [e for kind in PLURAL for e in self.entries(kind)]
         else:
-            table = [self.find(kind, name) for kind, names in allow.items() for name in names]
+            table = [self.find(kind, name) for kind, names in allow.items() for name in _several(names)]
         self._frozen = Index(dict.fromkeys(table))
 
     @property
@@ -282,14 +312,39 @@ class Registry:
         return snapshots.of(e for hits in found for e in hits[:1])
 
 
-def entry_of(kind: str, name: str, obj: Any, owner: Entry | None = None) -> Entry:
-    """An entry for an object, or for ``"module:Class"``, of this process or of the plugin ``owner``."""
-    dist, version, versions = (owner.dist, owner.version, owner.api) if owner is not None else ("", "", api.SUPPORTED)
+def entry_of(kind: str, name: str, obj: Any, giver: Entry | None = None) -> Entry:
+    """An entry for an object, or for ``"module:Class"``, of this process or of the plugin ``giver``."""
+    dist, version, versions = (giver.dist, giver.version, giver.api) if giver is not None else ("", "", api.SUPPORTED)
     if isinstance(obj, str):
         return Entry(kind, name, obj, dist, version, versions)
     where = getattr(obj, "__module__", type(obj).__module__)
     value = f"{where}:{getattr(obj, '__qualname__', type(obj).__qualname__)}"
     return Entry(kind, name, value, dist, version, versions, obj)
+
+
+@lru_cache(maxsize=4096)
+def owner(kind: str, name: str) -> str:
+    """The distribution of twinkle's own whose name this is, installed or not; empty for a name that is free."""
+    key = fold(kind, name)
+    known = [
+        (fold(kind, n) == key, dist) for (k, n), (cls, dist, _) in KNOWN.items() if k == kind and key in _keys(kind, n, cls)
+    ]
+    return max(known, default=(False, ""))[1]  # the name's rather than the class's
+
+
+def _several(names: str | Iterable[str]) -> Iterable[str]:
+    return [names] if isinstance(names, str) else names
+
+
+def _keys(kind: str, name: str, cls: str) -> tuple[str, str]:
+    return fold(kind, name), fold(kind, cls)
+
+
+def _hits(index: Index, kind: str, bare: str, dist: str) -> list[Entry]:
+    """Entries that a name may mean; a bare name of twinkle's own means nobody else's, nor one that its owner lacks."""
+    hits = index.hits(kind, bare, dist)
+    whose = owner(kind, bare) if not dist else ""
+    return [e for e in hits if e.dist in ("", whose)] if whose else hits
 
 
 def process() -> Registry:

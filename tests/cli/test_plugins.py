@@ -205,3 +205,19 @@ class TestDoctor:
             "acme", entry_points={"losses": {"bad": "acme_bad_one:L"}}, modules={"acme_bad_one.py": "raise OSError('disk')"}
         )
         assert any("OSError: disk" in fault for fault in doctor.plugin_faults())
+
+    def test_a_hook_module_that_ends_the_process_does_not_end_the_report(self, installed, capsys):
+        installed(
+            "acme", entry_points={"plugins": {"acme": "acme_ending"}}, modules={"acme_ending.py": "import os; os._exit(3)"}
+        )
+        assert main(["doctor"]) == 1
+        text = capsys.readouterr().out
+        assert "its import ended the process (exit status 3)" in text and "twinkle-core" in text
+
+    def test_a_header_that_is_no_text(self, installed, capsys, monkeypatch):
+        source = "from twinkle_core import hookimpl\n@hookimpl\ndef twinkle_report_header():\n    return 5\n"
+        installed("acme", entry_points={"plugins": {"five": "acme_five"}}, modules={"acme_five.py": source})
+        monkeypatch.setattr(doctor, "plugin_faults", list)
+        assert main(["doctor"]) == 0
+        plugins.unregister("acme/five")
+        assert capsys.readouterr().out.split("from plugins")[1].strip() == "5"

@@ -125,3 +125,28 @@ def test_a_real_model_learns_its_name_and_keeps_what_it_knows(tmp_path):
     assert "Twinkle" in answers[0] and "Twinkle" in answers[1] and KNOWN in answers[2]
     for name in ("adapter/adapter_model.safetensors", "adapter/adapter_config.json", "metrics.jsonl", "loss.png"):
         assert (tmp_path / "q" / name).stat().st_size > 0
+
+
+@pytest.mark.parametrize("words", [["--seed", "-1"], ["--seed", "4294967296"], ["--model", ""]])
+def test_options_that_can_not_be_are_refused_by_the_command_line(twinkle, words):
+    with pytest.raises(SystemExit):
+        twinkle("quickstart", *words)
+
+
+def test_a_folder_that_can_not_be_made_is_told_before_the_model_is_loaded(twinkle, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr("twinkle_core.cli.sft._model", lambda *_: pytest.fail("the model was loaded"))
+    status, text = twinkle("quickstart", "--model", "toy", "--output", tmp_path / "file/x")
+    assert status == 1 and "can't be made" in text
+
+
+def test_a_library_that_is_not_installed_is_named(twinkle, monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    status, text = twinkle("quickstart", "--model", "toy", "--output", tmp_path / "q")
+    assert status == 1 and "pip install 'twinkle-core[data]'" in text
+
+
+def test_a_folder_with_another_run_is_refused_with_an_option_that_there_is(twinkle, tmp_path):
+    (tmp_path / "q/checkpoint-3").mkdir(parents=True)
+    status, text = twinkle("quickstart", "--model", "toy", "--output", tmp_path / "q")
+    assert status == 1 and "holds checkpoint-3" in text and "--output FOLDER" in text and "--resume" not in text

@@ -14,6 +14,7 @@ import pytest
 from safetensors.torch import load_file
 
 from twinkle_core import errors, hookimpl, plugins
+from twinkle_core.cli import checkpoints
 from twinkle_core.cli.main import main
 
 BUNDLED = "bundled://self-cognition"
@@ -38,7 +39,9 @@ def test_a_run_leaves_checkpoints_metrics_plot_and_its_configuration(config, twi
     status, text = twinkle("train", path)
     out = tmp_path / "out"
     assert status == 0
-    assert sorted(p.name for p in out.iterdir()) == ["checkpoint-4", "checkpoint-5", "config.yaml", "loss.png", "metrics.jsonl"]
+    assert sorted(p.name for p in out.iterdir()) == [
+        "checkpoint-4", "checkpoint-5", "config.yaml", "data_order.json", "loss.png", "metrics.jsonl",
+    ]  # fmt: skip
     assert [row["step"] for row in lines(out / "metrics.jsonl")] == [2, 4, 5]
     assert all({"loss", "lr", "grad_norm", "accuracy", "epoch"} <= set(row) for row in lines(out / "metrics.jsonl"))
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
@@ -141,6 +144,28 @@ def test_sigterm_leaves_a_checkpoint(config, tmp_path):
     assert len(list((tmp_path / "out").glob("checkpoint-*"))) == 1
 
 
+def test_a_signal_in_the_closing_save_does_not_break_it_off(config, twinkle, tmp_path, monkeypatch):
+    """Nor does a second one; what was found at the signal is put back."""
+    name_of = checkpoints.name_of
+
+    def interrupted(step):
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
+        return name_of(step)
+
+    def kill(number, frame):
+        raise AssertionError("the signal was not noted")
+
+    monkeypatch.setattr(checkpoints, "name_of", interrupted)
+    before = signal.signal(signal.SIGTERM, kill)
+    try:
+        assert twinkle("train", config(training={"max_steps": 2}))[0] == 0
+        assert signal.getsignal(signal.SIGTERM) is kill
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert (tmp_path / "out/checkpoint-2").is_dir()
+
+
 def test_resume_auto_begins_where_there_is_nothing_and_goes_on_where_there_is(config, twinkle, tmp_path, lines):
     path = config(training={"max_steps": 2}, scheduler=None)
     assert twinkle("train", path, "--resume", "auto")[0] == 0
@@ -159,6 +184,43 @@ def test_a_new_run_does_not_mix_with_an_old_one(config, twinkle, tmp_path):
     assert status == 1
     assert "already holds checkpoint-1 of another run" in text and "--resume" in text
     assert before == {p: p.stat().st_mtime_ns for p in (tmp_path / "out").rglob("*") if p.is_file()}
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--training.seed", 7], "seed: 42 before, 7 now"),
+        (["--dataloader.shuffle", "false"], "shuffle: True before, False now"),
+        (["--dataset.slice", 16], "rows: 18 before, 16 now"),
+    ],
+    ids=["seed", "shuffle", "data"],
+)
+def test_a_resumed_run_draws_its_rows_in_the_same_order(config, twinkle, tmp_path, monkeypatch, words, told):
+    """Another order is told before the model is loaded, and leaves what the run had noted."""
+    path = config(training={"max_steps": 2}, scheduler=None)
+    twinkle("train", path)
+    before = [(tmp_path / "out" / name).read_text() for name in ("config.yaml", "data_order.json")]
+    monkeypatch.setattr("twinkle_core.cli.sft._model", lambda *_: pytest.fail("the model was loaded"))
+    status, text = twinkle("train", path, "--resume", "--training.max_steps", 4, *words)
+    assert status == 1 and "DataOrderChanged" in text and told in text
+    assert before == [(tmp_path / "out" / name).read_text() for name in ("config.yaml", "data_order.json")]
+
+
+def test_a_refused_resume_keeps_the_configuration(config, twinkle, tmp_path):
+    twinkle("train", config(training={"max_steps": 1}))
+    before = (tmp_path / "out/config.yaml").read_text()
+    assert twinkle("train", config(adapter={"r": 8}), "--resume", "--training.max_steps", 2)[0] == 1
+    assert (tmp_path / "out/config.yaml").read_text() == before
+
+
+def test_half_written_checkpoints_of_killed_runs_are_removed_at_resume(config, twinkle, tmp_path):
+    twinkle("train", config(training={"max_steps": 1}, scheduler=None))
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    left = tmp_path / f"out/.checkpoint-9.tmp-{dead.pid}-0123abcd"
+    left.mkdir()
+    assert twinkle("train", config(scheduler=None), "--resume", "--training.max_steps", 2)[0] == 0
+    assert not left.exists()
 
 
 def test_evaluation_is_logged_and_changes_nothing(config, twinkle, tmp_path, lines):
@@ -195,6 +257,10 @@ def test_accumulation_and_micro_batches_are_one_batch(config, twinkle, tmp_path)
         ({"optimizer": {"cls": "adamw", "lrr": 1}}, "has no parameter 'lrr'. Did you mean 'lr'?"),
         ({"optimizer": {"cls": "adamw", "params": []}}, "params"),
         ({"optimizer": {"cls": "adamw", "lr": "1e-4x"}}, "optimizer 'adamw': "),
+        ({"optimizer": {"cls": "adamw", "betas": [0.9]}}, "optimizer 'adamw': "),
+        ({"output_dir": "~nobodyofthisname/x"}, "there is no user"),
+        ({"output_dir": "/proc/x"}, "/proc/x can't be made"),
+        ({"output_dir": "/etc/passwd/x"}, "/etc/passwd/x can't be made"),
         ({"optimizer": {"cls": "adamw", "lr": -1}}, "Invalid learning rate: -1"),
         ({"scheduler": {"cls": "step_lr"}}, "step_size"),
         ({"scheduler": {"cls": "cosine_warmup", "num_warmup_steps": -1}}, "is negative"),
@@ -241,6 +307,7 @@ def test_wrong_files_and_folders(config, twinkle, tmp_path):
     assert "there is no configuration file" in twinkle("train", "nowhere.yaml")[1]
     assert "which file?" in twinkle("train")[1]
     assert "there is no such checkpoint folder" in twinkle("train", config(), "--resume", tmp_path / "no")[1]
+    assert "there is no such checkpoint folder" in twinkle("train", config(), "--resume", "~nobodyofthisname/x")[1]
     (tmp_path / "file").write_text("")
     assert "is a file" in twinkle("train", config(output_dir=str(tmp_path / "file")))[1]
     assert "'stray' belongs to no option" in twinkle("train", config(), "stray")[1]

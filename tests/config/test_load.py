@@ -152,3 +152,16 @@ def test_the_schema_is_json_and_knows_every_key():
 def test_the_default_configuration_is_valid_by_its_own_rules():
     config = TrainConfig.model_validate({"model": {"id": "m"}, "dataset": {"id": "d"}})
     assert TrainConfig.model_validate(config.model_dump()) == config
+
+
+def test_an_option_within_an_absent_section_keeps_what_the_section_is_by_default(write):
+    text = SMALL.replace("optimizer: adamw\n", "")
+    words = ["--optimizer.weight_decay", "0.1", "--scheduler.num_warmup_steps", "3", "--metrics.0", "train"]
+    config, _ = load(write(text), options(words))
+    assert (config.optimizer.cls, config.optimizer.arguments) == ("adamw", {"lr": 1e-4, "weight_decay": 0.1})
+    assert (config.scheduler.cls, config.scheduler.arguments) == ("cosine_warmup", {"num_warmup_steps": 3})
+    assert [metric.cls for metric in config.metrics] == ["train", "accuracy", "train"]
+
+
+def test_a_character_that_yaml_does_not_have(write):
+    assert "is not YAML" in _told(write, SMALL + "output_dir: 'a\0b'\n")

@@ -8,6 +8,7 @@ import pytest
 
 from twinkle_core import registry
 from twinkle_core.errors import Disabled, FrozenRegistry, UnknownName, WorkerMismatch
+from twinkle_core.registry import Registry
 
 SOURCE = "class A: pass\nclass B: pass\n"
 
@@ -111,3 +112,10 @@ def test_a_worker_answers_without_importing(acme, another_site):
     (another_site.folder / "acme-1.1.dist-info" / "entry_points.txt").unlink()
     with pytest.raises(WorkerMismatch, match="acme_ab:Other"):
         registry.compare_snapshots(driver.snapshot(), another_site.registry().snapshot(of=driver.snapshot()))
+
+
+def test_one_name_need_not_be_a_list():
+    names = Registry(path=())
+    names.register("loss", "focal", int)
+    names.freeze({"loss": "focal"})
+    assert names.resolve("loss", "focal") is int

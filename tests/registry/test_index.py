@@ -71,3 +71,16 @@ def test_hook_modules_are_listed_apart(tmp_path):
 
 def test_this_distribution_is_there():
     assert {"cross_entropy", "mse"} <= {e.name for e in scan().of("loss") if e.dist == "twinkle-core"}
+
+
+def test_lines_that_nobody_could_ask_for_are_told(site):
+    home = site.add("acme", entry_points={"losses": {"a/b": "m:A", "good": "m:Good"}, "lossess": {"odd": "m:Odd"}})
+    with (home / "entry_points.txt").open("a") as file:
+        file.write("[twinkle.metrics]\ntwice = m:One\ntwice = m:Two\n")
+    index = site.registry().index()
+    assert [e.name for e in index.of("loss")] == ["good"]
+    assert [e.value for e in index.of("metric")] == ["m:One"]
+    told = "\n".join(index.faults)
+    assert "loss 'a/b' from acme 1.0 can't be asked for: a name holds no '/'" in told
+    assert "there is no group [twinkle.lossess]; did it mean [twinkle.losses]?" in told
+    assert "stands twice in its metadata, as m:One and as m:Two" in told

@@ -6,9 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from twinkle_core import errors
 from twinkle_core.errors import UnknownKind
 from twinkle_core.known import KNOWN
 from twinkle_core.names import PLURAL, SUFFIXES, closest, fold, kind_of, normalise
+from twinkle_core.registry import Registry
 
 WORDS = st.lists(st.from_regex(r"[a-z]{1,6}[0-9]?", fullmatch=True), min_size=1, max_size=4)
 
@@ -64,3 +66,14 @@ def test_distributions_compare_as_the_package_index_does():
 def test_closest_ignores_case():
     assert closest("ADAMV", ["AdamW", "SGD"]) == "AdamW"
     assert closest("qqqq", ["AdamW", "SGD"]) is None
+
+
+@pytest.mark.parametrize("name", ["", " ", "acme/foo", "a:foo"])
+def test_a_name_that_could_never_be_asked_for_is_not_registered(name):
+    with pytest.raises(errors.BadName, match="a name "):
+        Registry(path=()).register("loss", name, int)
+
+
+def test_none_is_no_component():
+    with pytest.raises(errors.BadName, match="None is no component"):
+        Registry(path=()).register("loss", "nothing", None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -229,3 +230,54 @@ print("end")
 """
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert run.stdout.split() == ["end", "told"], run.stderr
+
+
+def test_a_second_thread_waits_for_the_modules_that_the_first_one_loads(site):
+    source = "import time; time.sleep(0.3)\n@hookimpl\ndef twinkle_components(kind):\n    return {'late': int}\n"
+    hook_module(site, "slow", source)
+    names, found = site.registry(), []
+    names.index()
+    threads = [threading.Thread(target=lambda: found.append(names.resolve("loss", "late"))) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [int] * 3
+
+
+def test_what_another_thread_registers_survives_a_failing_hook():
+    names = Registry(path=())
+
+    def other():
+        names.register("loss", "theirs", str)
+
+    class Fails:
+        @hookimpl
+        def twinkle_report_header(self):
+            names.register("loss", "mine", int)
+            names.register("loss", "before", int, override=True)
+            thread = threading.Thread(target=other)
+            thread.start()
+            thread.join()
+            raise ValueError("no")
+
+    names.register("loss", "before", float)
+    names.plugins().register(Fails(), "fails")
+    assert names.plugins().hooks().twinkle_report_header() == []
+    assert {e.name: e.obj for e in names.entries("loss")} == {"before": float, "theirs": str}
+
+
+def test_an_exception_beside_exception_is_a_failure_like_others(site, warned):
+    hook_module(site, "panics", "class Panic(BaseException): pass\nraise Panic('from Rust')\n")
+    hook_module(site, "good", "@hookimpl\ndef twinkle_report_header():\n    return 'good'\n")
+    names = site.registry()
+    assert names.plugins().hooks().twinkle_report_header() == ["good"]
+    assert "Panic: from Rust" in warned()[0]
+
+
+def test_ctrl_c_in_a_hook_module_passes_through(site):
+    hook_module(site, "slow", "raise KeyboardInterrupt\n")
+    names = site.registry()
+    for _ in range(2):  # it is not taken for loaded
+        with pytest.raises(KeyboardInterrupt):
+            names.plugins().hooks()

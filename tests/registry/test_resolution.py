@@ -249,3 +249,44 @@ class TestBuild:
         with pytest.raises(errors.NotA, match="loss 'mine' registered in this process is not a twinkle Loss") as caught:
             names.build("loss", "mine", contract=Loss)
         assert "twinkle check" not in str(caught.value)
+
+
+class TestNamesOfTwinklesOwn:
+    """Nobody else answers them, whether their distribution is here or not."""
+
+    def test_an_absent_distribution_keeps_its_names(self, site):
+        focal(site, "acme", "acme_models", name="megatron")
+        site.add("acme", entry_points={"models": {"megatron": "acme_models:FocalLoss"}})
+        names = site.registry()
+        for spelling in ("megatron", "Megatron", "MegatronModel"):
+            with pytest.raises(errors.NotInstalled, match="pip install twinkle-megatron"):
+                names.resolve("model", spelling)
+        assert names.resolve("model", "acme/megatron").__name__ == "FocalLoss"
+
+    def test_no_hook_answers_them(self, site):
+        hook = (
+            "from twinkle_core import hookimpl\n"
+            "@hookimpl\ndef twinkle_components(kind):\n    return {'megatron': int}\n"
+            "@hookimpl\ndef twinkle_resolve(kind, name):\n    return str\n"
+        )
+        site.add("zeta", entry_points={"plugins": {"z": "zeta_takes"}}, modules={"zeta_takes.py": hook})
+        names = site.registry()
+        for spelling in ("megatron", "twinkle-megatron/megatron"):
+            with pytest.raises(errors.NotInstalled):
+                names.resolve("model", spelling)
+        assert names.resolve("model", "zeta/megatron") is int
+        assert names.resolve("model", "free") is str
+
+    def test_they_are_registered_only_on_purpose(self, site):
+        names = site.registry()
+        with pytest.raises(errors.NameTaken, match="twinkle-megatron, installed or not"):
+            names.register("model", "MegatronModel", int)
+        names.register("model", "megatron", int, override=True)
+        assert names.resolve("model", "megatron") is int
+
+    def test_a_switched_off_owner_keeps_them(self, site, monkeypatch):
+        focal(site, "acme-losses", "acme_losses", name="mse")
+        focal(site, "twinkle-core", "own_losses", name="mse")
+        monkeypatch.setenv("TWINKLE_DISABLE_PLUGINS", "twinkle-core")
+        with pytest.raises(errors.Disabled, match="from twinkle-core"):
+            site.registry().resolve("loss", "mse")

@@ -6,6 +6,7 @@ import errno
 import json
 import logging
 import math
+import os
 import random
 import subprocess
 import sys
@@ -682,3 +683,18 @@ def test_no_pickle_and_what_the_state_file_says(tmp_path):
     assert any(p["name"] == "adamw" for p in state["plugins"]) and "1 rank" in state["mesh"]
     names = json.loads((path / "optimizer.json").read_text())["groups"]
     assert "mix.weight" in names[0]["params"] and "exp_avg/mix.weight" in load_file(path / "optimizer.safetensors")
+
+
+def test_what_a_killed_process_left_half_written_is_removed(tmp_path):
+    """Under the same name at the next save; that of a living process stays."""
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    left = tmp_path / f".it.tmp-{dead.pid}-0123abcd"
+    other = tmp_path / f".other.tmp-{dead.pid}-0123abcd"
+    alive = tmp_path / f".it.tmp-{os.getppid()}-0123abcd"
+    for path in (left, other, alive):
+        path.mkdir()
+    folder.recover(tmp_path / "it")
+    assert (left.exists(), other.exists(), alive.exists()) == (False, True, True)
+    folder.sweep(tmp_path)
+    assert (other.exists(), alive.exists()) == (False, True)

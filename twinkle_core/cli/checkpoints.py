@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from pathlib import Path
@@ -48,10 +49,17 @@ def to_resume(resume: str | None, output_dir: Path) -> Path | None:
         return None
     if resume == AUTO:
         return existing[-1] if existing else None
-    path = Path(resume).expanduser()
+    path = Path(os.path.expanduser(resume))  # Path.expanduser raises where there is no such user
     if not path.is_dir():
         raise errors.NoCheckpoint(resume)
     return path
+
+
+def sweep(output_dir: Path) -> None:
+    """Remove what saves of processes that were killed left half-written."""
+    from twinkle_core.train import folder
+
+    folder.sweep(output_dir)
 
 
 def rotate(output_dir: Path, limit: int | None) -> list[Path]:

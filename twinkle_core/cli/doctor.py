@@ -7,6 +7,7 @@ import os
 import platform
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,12 +44,17 @@ def run(args: argparse.Namespace) -> int:
         "space": space(settings.cache_dir()),
         "faults": [("", fault) for fault in faults] or [("", "none")],
     }
+    for title, facts in sections.items():
+        _print(title, facts)
+    sys.stdout.flush()  # a hook that ends the process takes nothing of this with it
     header = [line for answer in plugins.hooks().twinkle_report_header() for line in _lines(answer)]
     if header:
-        sections["from plugins"] = [("", line) for line in header]
-    for title, facts in sections.items():
-        print(f"{title}\n{pairs(facts)}\n")
+        _print("from plugins", [("", line) for line in header])
     return int(bool(faults))
+
+
+def _print(title: str, facts: Sequence[tuple[str, str]]) -> None:
+    print(f"{title}\n{pairs(facts)}\n")
 
 
 def system() -> list[tuple[str, str]]:
@@ -103,8 +109,11 @@ def plugin_faults() -> list[str]:
     """Damaged metadata, and third parties' components and hook modules that do not load (tried in a child process)."""
     index = registry.index()
     others = [e for kind in PLURAL for e in index.of(kind) if e.dist != "twinkle-core"]
-    tried = rows([*others, *index.of(HOOK_MODULES)], load=True)
-    return [*index.faults, *(row.why for row in tried if row.state == BROKEN)]
+    broken = [row for row in rows([*others, *index.of(HOOK_MODULES)], load=True) if row.state == BROKEN]
+    for row in broken:
+        if row.entry.kind == HOOK_MODULES:
+            plugins.set_aside(row.entry, row.why)  # its hooks are called next: it must not end this process too
+    return [*index.faults, *(row.why for row in broken)]
 
 
 def _providers() -> list[str]:
@@ -112,4 +121,6 @@ def _providers() -> list[str]:
 
 
 def _lines(answer: Any) -> list[str]:
-    return [answer] if isinstance(answer, str) else [str(line) for line in answer]
+    """A text, or several; what else a plugin answers is shown as it prints itself."""
+    many = answer if isinstance(answer, list | tuple) else [answer]
+    return [attempt(lambda line=line: str(line)).value or "" for line in many]  # type: ignore[misc]

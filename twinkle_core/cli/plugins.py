@@ -73,6 +73,9 @@ def _state(entry: Entry) -> tuple[str, str]:
         return FOREIGN_API, f"{entry.label} was written for plugin API {max(entry.api)}; this twinkle-core has API {api.API}"
     if entry.kind != HOOK_MODULES:
         others = {e.dist for e in registry.index().hits(entry.kind, entry.name) if not e.disabled} - {entry.dist}
+        whose = registry.owner(entry.kind, entry.name)
+        if whose and not entry.first_party:
+            return SHARED, f"the name is {whose}'s, installed or not; ask for '{entry.qualified}'"
         if others and not entry.first_party:
             return SHARED, f"{', '.join(sorted(others))} has this name too; ask for '{entry.qualified}'"
     return INSTALLED, ""

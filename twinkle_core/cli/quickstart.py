@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from twinkle_core import settings
-from twinkle_core.cli import journal, quickstart_model, sft, sft_plan
+from twinkle_core import errors, settings
+from twinkle_core.cli import checkpoints, journal, quickstart_model, sft, sft_plan
 from twinkle_core.cli.quickstart_program import program
 from twinkle_core.config.schema import TrainConfig
 
@@ -45,11 +45,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         description="Ask a small model who it is, train a LoRA on the spot, and ask again. No network is used.",
     )
     unset = "default: what suits the model"
-    parser.add_argument("--model", help="ms://…, hf://…, a folder, or 'toy'; default: SmolLM2-135M-Instruct")
+    parser.add_argument("--model", type=_text, help="ms://…, hf://…, a folder, or 'toy'; default: SmolLM2-135M-Instruct")
     parser.add_argument("--name", type=_text, default="Twinkle", help="what the model is to call itself (%(default)s)")
     parser.add_argument("--author", type=_text, default="the Twinkle team", help="who it is to say made it (%(default)s)")
     parser.add_argument("--output", type=Path, default=Path("quickstart-output"), help="folder to write to (%(default)s)")
-    parser.add_argument("--seed", type=int, default=42, help="the same seed gives the same weights (%(default)s)")
+    parser.add_argument("--seed", type=_seed, default=42, help="the same seed gives the same weights (%(default)s)")
     parser.add_argument("--steps", type=_count, help=f"updates of the weights; {unset}")
     parser.add_argument("--batch-size", type=_count, help=f"rows of a step; {unset}")
     parser.add_argument("--lr", type=float, help=f"learning rate; {unset}")
@@ -69,6 +69,12 @@ def _count(value: str) -> int:
     return int(value)
 
 
+def _seed(value: str) -> int:
+    if not value.isdecimal() or int(value) >= 2**32:
+        raise argparse.ArgumentTypeError(f"must be a whole number from 0 to {2**32 - 1}, not {value!r}")
+    return int(value)
+
+
 def run(args: argparse.Namespace) -> int:
     """The whole show.
 
@@ -77,6 +83,9 @@ def run(args: argparse.Namespace) -> int:
     """
     began = time.perf_counter()
     settings.wait_passively()
+    existing = checkpoints.all_of(args.output)
+    if existing:
+        raise errors.OutputInUse(args.output, existing[-1].name, "Write elsewhere: --output FOLDER.")
     choice = quickstart_model.choose(args.model)
     precision = _precision()
     plan = sft_plan.make(TrainConfig.model_validate(_config(args, choice, precision)))
@@ -86,8 +95,8 @@ def run(args: argparse.Namespace) -> int:
         current = sft.prepare(plan)
         before = ask(current.model, questions)
     print(f"\nBefore\n{_dialogue(questions, before)}\n")
-    status = sft.loop(current)
-    adapter = current.model.save("adapter", plan.output_dir)
+    status = sft.loop(current, at_end=lambda: current.model.save("adapter", plan.output_dir))
+    adapter = plan.output_dir / "adapter"
     if status:
         print(f"\nStopped after step {current.step} of {current.total}. The adapter as it is: {adapter}")
         return status
@@ -160,7 +169,7 @@ def _dialogue(questions: Sequence[str], answers: Sequence[str]) -> str:
     return "\n".join(f"  {question}\n    {' '.join(answer.split())}" for question, answer in pairs)
 
 
-def _leave(plan: sft_plan.Plan, choice: quickstart_model.Choice, adapter: str) -> None:
+def _leave(plan: sft_plan.Plan, choice: quickstart_model.Choice, adapter: Path) -> None:
     """Draw the loss and say where everything is."""
     metrics, picture = plan.output_dir / "metrics.jsonl", plan.output_dir / "loss.png"
     missing = journal.plot(journal.read(metrics), picture, f"{choice.title} learns its name")

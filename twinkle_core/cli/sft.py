@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from twinkle_core import registry
-from twinkle_core.cli import checkpoints, journal, quickstart_model, sft_plan
+from twinkle_core.cli import checkpoints, journal, quickstart_model, run_files, sft_plan
 from twinkle_core.cli.interrupts import Interrupts
 from twinkle_core.config.schema import DatasetConfig, TrainConfig
 
@@ -46,7 +46,9 @@ def run(plan: sft_plan.Plan, say: Callable[[str], None] = print, bar: bool = Tru
     Returns:
         The exit status: 0, or 130 and 143 after SIGINT and SIGTERM.
     """
+    checkpoints.sweep(plan.output_dir)
     current = prepare(plan, say)
+    note(current)
     save_steps, limit = plan.config.training.save_steps, plan.config.training.save_total_limit
     saved = current.step
 
@@ -67,9 +69,7 @@ def run(plan: sft_plan.Plan, say: Callable[[str], None] = print, bar: bool = Tru
             save()
 
     say(current.model.get_train_configs())
-    status = loop(current, each_step, bar=bar)
-    if saved != current.step:
-        save()
+    status = loop(current, each_step, lambda: None if saved == current.step else save(), bar=bar)
     missing = journal.plot(journal.read(plan.output_dir / "metrics.jsonl"), plan.output_dir / "loss.png", plan.config.model.id)
     say(f"no loss plot: {missing}" if missing else f"loss plot: {plan.output_dir / 'loss.png'}")
     if status:
@@ -77,8 +77,22 @@ def run(plan: sft_plan.Plan, say: Callable[[str], None] = print, bar: bool = Tru
     return status
 
 
-def loop(current: Run, each_step: Callable[[], None] = lambda: None, *, bar: bool = True) -> int:
+def note(current: Run) -> None:
+    """What the run is, in its folder; when nothing can refuse it any more."""
+    run_files.write_config(current.config, current.plan.output_dir)
+    order = run_files.data_order(current.config, len(current.loader.dataset))
+    run_files.write_data_order(order, current.plan.output_dir)
+
+
+def loop(
+    current: Run, each_step: Callable[[], None] = lambda: None, at_end: Callable[[], object] = lambda: None, *, bar: bool = True
+) -> int:
     """The training loop: from ``current.step`` to ``current.total``, or until a signal comes.
+
+    Args:
+        each_step: called after each step.
+        at_end: called after the last one; a signal that comes while it saves is noted too, and does not break it off.
+        bar: whether to draw a progress bar.
 
     Returns:
         The exit status, as ``run``.
@@ -98,6 +112,7 @@ def loop(current: Run, each_step: Callable[[], None] = lambda: None, *, bar: boo
             each_step()
             if last or interrupts.received is not None:
                 break
+        at_end()
         return interrupts.exit_status if current.step < current.total else 0  # a signal at the very end stopped nothing
 
 
@@ -158,6 +173,8 @@ def prepare(plan: sft_plan.Plan, say: Callable[[str], None] = print) -> Run:
     total = config.training.max_steps or config.training.epochs * per_epoch
     sft_plan.check_scheduler(plan, total)
     say(f"{len(loader.dataset)} rows, {per_epoch} steps an epoch, {total} steps in all")
+    if plan.resume is not None:
+        run_files.check_data_order(run_files.data_order(config, len(loader.dataset)), plan.resume)
     model = _model(plan, model_id, template, total)
     current = Run(plan, model, loader, eval_loader, total)
     if plan.resume is not None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
+import os
+import sys
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +15,7 @@ from twinkle_core import arguments, errors, hub, registry
 from twinkle_core.cli import checkpoints, quickstart_model
 from twinkle_core.config.schema import AdapterConfig, Component, DatasetConfig, ModelConfig, TemplateConfig, TrainConfig
 from twinkle_core.config.source import Place, Source
+from twinkle_core.isolation import attempt
 
 #: Data sets that come with twinkle.
 BUNDLED = {"bundled://self-cognition": quickstart_model.bundled_set}
@@ -31,7 +35,7 @@ class Plan:
 
 
 def make(config: TrainConfig, source: Source | None = None, resume: str | None = None) -> Plan:
-    """Check names, arguments and paths.
+    """Check names, arguments and paths, and make the folder of the run.
 
     Args:
         config: the typed tree.
@@ -39,15 +43,23 @@ def make(config: TrainConfig, source: Source | None = None, resume: str | None =
         resume: None, ``auto`` or a checkpoint folder.
 
     Raises:
-        BadConfig: all faults, each with its line. OutputInUse, NoCheckpoint.
+        BadConfig: all faults, each with its line. OutputInUse, NoCheckpoint, NeedsLibrary.
     """
+    if importlib.util.find_spec("datasets") is None:
+        raise errors.NeedsLibrary("training from a configuration", "datasets", "twinkle-core[data]", sys.prefix)
     source = source or Source("the configuration")
     classes: dict[str, Any] = {}
     faults = [*_components(config, source, classes), *_paths(config, source), *_adapter(config.adapter, source)]
     if faults:
         raise errors.BadConfig(source.name, faults)
     output_dir = Path(config.output_dir).expanduser()
-    return Plan(config, source, output_dir, checkpoints.to_resume(resume, output_dir), classes)
+    plan = Plan(config, source, output_dir, checkpoints.to_resume(resume, output_dir), classes)
+    try:
+        output_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        fault = f"output_dir: {output_dir} can't be made ({error.strerror or error})"
+        raise errors.BadConfig(source.name, [(source.origin(("output_dir",)), fault)]) from None
+    return plan
 
 
 def _components(config: TrainConfig, source: Source, classes: dict[str, Any]) -> Iterator[Fault]:
@@ -101,15 +113,19 @@ def _arguments(target: Any, given: Iterable[str], place: Place, source: Source, 
 
 def _trial(kind: str, part: Component, resolved: Any, place: Place, source: Source, total: int = 10**9) -> Iterator[Fault]:
     """Build it once over a stand-in: a value that its constructor refuses shows now, not when the model is loaded."""
-    try:
+
+    def build() -> None:
         if kind == "optimizer" and callable(resolved):
             resolved([_stand_in()], **part.arguments)
         elif kind == "scheduler" and callable(resolved):
             resolved(_stand_in_optimizer(), **with_lengths(resolved, part.arguments, total))
         elif kind not in _OVER:
             registry.build(kind, part.cls, part.arguments)
-    except (errors.TwinkleError, TypeError, ValueError) as error:
-        yield source.origin(place), f"{kind} '{part.cls}': {error}"
+
+    got = attempt(build)
+    if got.error is not None:
+        plain = isinstance(got.error, errors.TwinkleError | TypeError | ValueError)
+        yield source.origin(place), f"{kind} '{part.cls}': {got.error if plain else got.why}"
 
 
 def check_scheduler(plan: Plan, total: int) -> None:
@@ -153,7 +169,7 @@ def _adapter(adapter: AdapterConfig | None, source: Source) -> Iterator[Fault]:
     if adapter is None:
         return
     if adapter.path is not None:
-        if not Path(adapter.path).expanduser().is_dir():
+        if not Path(os.path.expanduser(adapter.path)).is_dir():
             yield source.origin(("adapter", "path")), f"adapter.path: there is no folder {adapter.path}"
         return
     try:
@@ -178,8 +194,12 @@ def _paths(config: TrainConfig, source: Source) -> Iterator[Fault]:
             hub.resolve(given, kind=kind)
         except errors.TwinkleError as error:
             yield source.origin(place), str(error)
-    output_dir = Path(config.output_dir).expanduser()
-    if output_dir.exists() and not output_dir.is_dir():
+    output_dir = Path(os.path.expanduser(config.output_dir))
+    if str(output_dir).startswith("~"):
+        yield source.origin(("output_dir",)), f"output_dir: there is no user of the name in {output_dir}"
+    elif "\0" in str(output_dir):
+        yield source.origin(("output_dir",)), "output_dir: no path holds a NUL"
+    elif os.path.exists(output_dir) and not output_dir.is_dir():
         yield source.origin(("output_dir",)), f"output_dir: {output_dir} is a file"
 
 

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 from twinkle_core import errors, plugins, settings
 from twinkle_core.cli import checkpoints
-
-if TYPE_CHECKING:
-    from twinkle_core.cli.sft_plan import Plan
 
 _TEXT = """\
 Train from one YAML file. Every key can be set beside it: --key value or --key=value, with dots for sections
 (--optimizer.lr 1e-4 --training.max_steps 100 --adapter null). All faults are told, with their lines, before anything is loaded.
 
-Writes to output_dir: checkpoint-N (with save_steps, and at the end), metrics.jsonl, loss.png, config.yaml.
+Writes to output_dir: checkpoint-N (with save_steps, and at the end), metrics.jsonl, loss.png, config.yaml,
+data_order.json (what fixes the order of the rows: a resumed run must have the same).
 Ctrl-C and SIGTERM leave a checkpoint after the running step (exit status 130, 143); a second Ctrl-C stops at once.
 A resumed run has the weights of an unbroken one, bit for bit.
 """
@@ -64,15 +60,4 @@ def run(args: argparse.Namespace) -> int:
 
     from twinkle_core.cli import sft, sft_plan
 
-    plan = sft_plan.make(config, source, resume)
-    plan.output_dir.mkdir(parents=True, exist_ok=True)
-    _write_config(plan)
-    return sft.run(plan)
-
-
-def _write_config(plan: Plan) -> None:
-    """What was asked for, overrides included, beside what came of it."""
-    import yaml
-
-    text = yaml.safe_dump(plan.config.model_dump(mode="json", exclude_unset=True), sort_keys=False, allow_unicode=True)
-    (Path(plan.output_dir) / "config.yaml").write_text(text, encoding="utf-8")
+    return sft.run(sft_plan.make(config, source, resume))

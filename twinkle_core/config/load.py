@@ -78,18 +78,36 @@ def _override(source: Source, key: str, value: Any) -> None:
             here[step_key] = value
             _forget(source, place)
         else:
-            here = _step_into(here, step_key)
+            here = _step_into(here, step_key, top=i == 0)
         source.origins[place] = source.origins.get(place, f"--{key}")
 
 
-def _step_into(here: Any, step: str | int) -> Any:
-    """The value there; made where absent; ``optimizer: adamw`` becomes ``{cls: adamw}`` to take an argument."""
+def _step_into(here: Any, step: str | int, top: bool) -> Any:
+    """The value there; made where absent, a section (``top``) as it is by default.
+
+    ``optimizer: adamw`` becomes ``{cls: adamw}`` to take an argument.
+    """
     value = here.get(step) if isinstance(here, dict) else here[step]
+    if top and step not in here:
+        value = here[step] = _default(str(step))
     if value is None:
         value = here[step] = {}
     elif isinstance(value, str):
         value = here[step] = {"cls": value}
     return value
+
+
+def _default(section: str) -> Any:
+    """What the schema fills in for a section that is not written, as a file would have it; None where there is nothing."""
+    field = TrainConfig.model_fields.get(section)
+    if field is None or field.is_required():
+        return None
+    value = field.get_default(call_default_factory=True)
+    return [_plain(part) for part in value] if isinstance(value, list) else _plain(value)
+
+
+def _plain(value: Any) -> Any:
+    return value.model_dump(exclude_unset=True) if isinstance(value, BaseModel) else value
 
 
 def _forget(source: Source, place: Place) -> None:

@@ -104,8 +104,9 @@ def scalar(text: str, option: str) -> Any:
 
 
 def _parse(text: str, source: Source) -> Any:
-    loader = _Loader(text)
+    loader = None
     try:
+        loader = _Loader(text)  # refuses characters that YAML does not have
         node = loader.get_single_node()
         return None if node is None else _build(loader, node, (), source, frozenset())
     except yaml.MarkedYAMLError as error:
@@ -115,7 +116,8 @@ def _parse(text: str, source: Source) -> Any:
     except yaml.YAMLError as error:
         raise errors.BadConfig(source.name, [("", f"is not YAML: {error}")]) from None
     finally:
-        loader.dispose()
+        if loader is not None:
+            loader.dispose()
 
 
 def _build(loader: _Loader, node: yaml.Node, place: Place, source: Source, within: frozenset[int]) -> Any:

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Iterator
@@ -66,12 +67,32 @@ def _aside(path: Path) -> Path:
 
 def recover(path: Path) -> None:
     """Finish what a process that was killed in the middle of ``_swap`` left: the old folder comes back, or is removed."""
+    sweep(path.parent, path.name)
     old = _aside(path)
     if old.is_dir():
         if path.exists():
             shutil.rmtree(old, ignore_errors=True)
         else:
             old.rename(path)
+
+
+def sweep(parent: Path, name: str | None = None) -> None:
+    """Remove temporary folders, of ``name`` or of any, whose process was killed while it wrote them."""
+    pattern = re.compile(rf"\.{'.+' if name is None else re.escape(name)}\.tmp-(\d+)-[0-9a-f]{{8}}")
+    for path in list(parent.iterdir()) if parent.is_dir() else []:
+        match = pattern.fullmatch(path.name)
+        if match and not _runs(int(match[1])):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _runs(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except OSError:  # somebody else's
+        return True
+    return True
 
 
 def _swap(temporary: Path, path: Path) -> None:
