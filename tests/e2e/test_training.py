@@ -292,7 +292,7 @@ def test_second_adapter_of_one_name_leaves_the_live_one_alone(tiny):
     assert any(not torch.equal(v, before[k]) for k, v in m.get_state_dict().items())
 
 
-@pytest.mark.parametrize("name", ["../x", "/tmp/x", "", ".", "a/../../x"])
+@pytest.mark.parametrize("name", ["../x", "/absolute", "", ".", "a/../../x"])
 def test_save_stays_in_its_folder(tiny, tmp_path, name):
     m = trainer(tiny, "lora")
     with pytest.raises(BadCheckpointName):

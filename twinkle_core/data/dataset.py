@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 __all__ = ["Dataset", "DatasetMeta", "LazyDataset"]
 
 Row = store.Row
+#: what a step makes of a row and its index: rows
+Work = Callable[[Row, int], "list[Mapping[str, Any]]"]
 
 
 class Dataset:
@@ -111,15 +113,7 @@ class Dataset:
         """
         if self._encoded:
             raise DataError.encoded("map")
-        function = called("preprocessor", registry.build("preprocessor", preprocessor, kwargs))
-        name = getattr(function, "__name__", None) or type(function).__name__
-
-        def work(row: Row, index: int) -> list[Mapping[str, Any]]:
-            new = in_row(name, index, function, row)
-            if new is not None and not isinstance(new, Mapping):
-                raise DataError.returned(name, new)
-            return [] if new is None else [new]
-
+        name, work = mapping(preprocessor, kwargs)
         self._run(work, name, num_proc, dataset_meta)
         return self
 
@@ -127,13 +121,8 @@ class Dataset:
         self, function: Callable[[Row], bool], *, num_proc: int | None = None, dataset_meta: DatasetMeta | None = None
     ) -> Dataset:
         """Keep the rows for which ``function`` is true."""
-        called("function", function)
-        name = getattr(function, "__name__", None) or type(function).__name__
-
-        def work(row: Row, index: int) -> list[Row]:
-            return [row] if in_row(name, index, function, row) else []
-
-        self._run(work, f"filter {name}", num_proc, dataset_meta)
+        name, work = filtering(function)
+        self._run(work, name, num_proc, dataset_meta)
         return self
 
     def _run(
@@ -300,6 +289,27 @@ def called(name: str, value: Any) -> Any:
     if not callable(value):
         raise DataError.argument(name, value, "it must be something to call with a row")
     return value
+
+
+def mapping(preprocessor: Any, kwargs: Mapping[str, Any]) -> tuple[str, Work]:
+    """What ``map`` is called in messages, and what it makes of a row: one row, or none."""
+    function = called("preprocessor", registry.build("preprocessor", preprocessor, kwargs))
+    name = getattr(function, "__name__", None) or type(function).__name__
+
+    def work(row: Row, index: int) -> list[Mapping[str, Any]]:
+        new = in_row(name, index, function, row)
+        if new is not None and not isinstance(new, Mapping):
+            raise DataError.returned(name, new)
+        return [] if new is None else [new]
+
+    return name, work
+
+
+def filtering(function: Any) -> tuple[str, Work]:
+    """What ``filter`` is called in messages, and what it makes of a row: the row, or none."""
+    called("function", function)
+    name = getattr(function, "__name__", None) or type(function).__name__
+    return f"filter {name}", lambda row, index: [row] if in_row(name, index, function, row) else []
 
 
 def in_row(what: str, index: int, function: Callable[[Row], Any], row: Row) -> Any:

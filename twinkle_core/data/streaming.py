@@ -10,12 +10,10 @@ from typing import Any
 from twinkle_core import registry
 from twinkle_core.contracts.template import Template
 from twinkle_core.data import sources
-from twinkle_core.data.dataset import Row, as_list, called, in_row
+from twinkle_core.data.dataset import Row, Work, as_list, filtering, in_row, mapping
 from twinkle_core.data.sources import DatasetMeta
 from twinkle_core.errors import DataError
 from twinkle_core.log import get_logger
-
-Work = Callable[[Row, int], "list[Mapping[str, Any]]"]
 
 
 class IterableDataset:
@@ -65,24 +63,13 @@ class IterableDataset:
         """As ``Dataset.map``, when a row is read."""
         if self._encoded:
             raise DataError.encoded("map")
-        function = called("preprocessor", registry.build("preprocessor", preprocessor, kwargs))
-        name = getattr(function, "__name__", None) or type(function).__name__
-
-        def work(row: Row, index: int) -> list[Mapping[str, Any]]:
-            new = in_row(name, index, function, row)
-            if new is not None and not isinstance(new, Mapping):
-                raise DataError.returned(name, new)
-            return [] if new is None else [new]
-
+        name, work = mapping(preprocessor, kwargs)
         return self._then(name, work, dataset_meta)
 
     def filter(self, function: Callable[[Row], bool], *, dataset_meta: DatasetMeta | None = None) -> IterableDataset:
         """As ``Dataset.filter``, when a row is read."""
-        called("function", function)
-        name = getattr(function, "__name__", None) or type(function).__name__
-        return self._then(
-            f"filter {name}", lambda row, index: [row] if in_row(name, index, function, row) else [], dataset_meta
-        )
+        name, work = filtering(function)
+        return self._then(name, work, dataset_meta)
 
     def encode(self) -> IterableDataset:
         """As ``Dataset.encode``, when a row is read."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import math
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -48,7 +49,7 @@ def rehearse(spec: Callable[..., Any], optimizer: Optimizer, kwargs: Mapping[str
         raise BadScheduler(name, f"of {described(kwargs)} it says: {error or type(error).__name__}") from error
 
 
-class _Factor(LRScheduler):
+class _Factor(LRScheduler, ABC):
     """lr = base lr × factor(updates so far).
 
     Loading a state takes its count of updates and its base learning rates; the plan (``num_training_steps``, ...) stays that of
@@ -72,8 +73,9 @@ class _Factor(LRScheduler):
     def __init__(self, optimizer: Optimizer, last_epoch: int = -1) -> None:
         super().__init__(optimizer, last_epoch)
 
+    @abstractmethod
     def factor(self, updates: int) -> float:
-        raise NotImplementedError
+        """What the base learning rate is multiplied by after that many updates."""
 
     def get_lr(self) -> list[Any]:
         factor = self.factor(self.last_epoch)

@@ -75,7 +75,6 @@ def test_a_model_whose_rows_leak_is_refused_with_the_reason(config, told):
 
 
 def test_linear_attention_is_refused():
-    pytest.importorskip("transformers.models.qwen3_5")
     from transformers.models.qwen3_5 import configuration_qwen3_5, modeling_qwen3_5
 
     config = configuration_qwen3_5.Qwen3_5TextConfig(
