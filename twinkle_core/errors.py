@@ -698,18 +698,22 @@ class LabelsMissing(TwinkleError, ValueError):
 
 
 class NotDeclared(TwinkleError, TypeError):
-    """A loss that failed after it had read an output that it does not declare, so that nobody computed it."""
+    """A loss that failed after it had read an output that it does not declare, so that nobody computed it.
 
-    def __init__(self, loss: str, missing: Sequence[str], needs: Iterable[str], cause: BaseException, *, plain: bool) -> None:
-        wanted = ", ".join(repr(name) for name in sorted({*needs, *missing}))
+    ``read``: all that it had read till then. ``plain``: it is a function.
+    """
+
+    def __init__(
+        self, loss: str, missing: str, read: Iterable[str], needs: Iterable[str], cause: BaseException, *, plain: bool
+    ) -> None:
+        wanted = "{" + ", ".join(repr(name) for name in sorted(read)) + "}"
         name = loss if loss.isidentifier() else "function"
-        way = f"{name}.needs = {{{wanted}}}" if plain else f"needs = frozenset({{{wanted}}})"
-        where = "of a function, before set_loss" if plain else "in the body of its class"
-        default = " (what a function gets that declares nothing)" if plain and set(needs) == {"logits"} else ""
+        way = f"before set_loss: {name}.needs = {wanted}" if plain else f"in its class: needs = frozenset({wanted})"
+        default = " (all that a function gets which declares nothing)" if plain and set(needs) == {"logits"} else ""
         super().__init__(
-            f"{loss} read outputs.{missing[0]}, which was not computed for it: it needs {_listed(sorted(needs))}{default}.\n"
-            f"    declare what it reads, {where}: {way}\n"
-            f"    what failed then: {type(cause).__name__}: {cause}"
+            f"{loss} read outputs.{missing}, which was not computed: its needs are {_listed(sorted(needs))}{default}.\n"
+            f"    declare what it reads {way}\n"
+            f"    what failed: {type(cause).__name__}: {cause}"
         )
 
 

@@ -52,28 +52,27 @@ class FunctionLoss(Loss):
 
 
 class _Asked(ModelOutput):
-    """An output as a loss sees it: a copy, which remembers what was asked for and is not there."""
+    """An output as a loss sees it: a copy, which remembers what was read."""
 
     @property
-    def missed(self) -> list[str]:
-        """In the order of asking. Kept beside the output's keys, which is what its attributes are."""
-        return list(dict.fromkeys(self.__dict__.get("missed", ())))
+    def read(self) -> list[str]:
+        """In the order of reading. Kept beside the output's keys, which is what its attributes are."""
+        return list(dict.fromkeys(self.__dict__.get("read_keys", ())))
 
     def __getattr__(self, key: str) -> Any:
         self._note(key)
         return super().__getattr__(key)
 
-    def __missing__(self, key: str) -> Any:
+    def __getitem__(self, key: str) -> Any:
         self._note(key)
-        raise KeyError(key)
+        return super().__getitem__(key)
 
     def get(self, key: str, default: Any = None) -> Any:
         self._note(key)
         return super().get(key, default)
 
     def _note(self, key: str) -> None:
-        if key not in self:
-            self.__dict__.setdefault("missed", []).append(key)
+        self.__dict__.setdefault("read_keys", []).append(key)
 
 
 #: what code raises that takes a tensor where there is None, or no such key
@@ -149,9 +148,11 @@ def call(loss: Loss, batch: Batch, output: ModelOutput, *, train: bool = False) 
     except TwinkleError:
         raise
     except _WITHOUT as error:
-        undeclared = [key for key in seen.missed if key in NEEDED and key not in loss.needs]
-        if undeclared:
-            raise NotDeclared(name_of(loss), undeclared, loss.needs, error, plain=type(loss) is FunctionLoss) from error
+        read = [key for key in seen.read if key in NEEDED]
+        missing = next((key for key in read if key not in loss.needs and key not in output), None)
+        if missing is not None:
+            plain = type(loss) is FunctionLoss
+            raise NotDeclared(name_of(loss), missing, read, loss.needs, error, plain=plain) from error
         raise
     if not isinstance(result, LossOutput):  # a Loss of a third party may return anything
         what = f"a tensor {list(result.shape)}" if isinstance(result, torch.Tensor) else type(result).__name__
