@@ -134,8 +134,8 @@ def plot(rows: Iterable[Mapping[str, Any]], path: Path, title: str) -> str | Non
             continue
         steps, values = zip(*points, strict=True)
         mean, window = running_mean(values) if name == "loss" else (None, 0)
-        pale = {"alpha": 0.3} if mean is not None else {}
-        line = axes.plot(steps, values, marker="o" if len(points) < 40 else None, markersize=3, label=name, **pale)[0]
+        alpha = 0.3 if mean is not None else None
+        line = axes.plot(steps, values, marker="o" if len(points) < 40 else None, markersize=3, label=name, alpha=alpha)[0]
         if mean is not None:
             axes.plot(steps, mean, color=line.get_color(), linewidth=2, label=f"{name}, mean of {window} logged")
     axes.set(xlabel="step (updates of the weights)", ylabel="loss (nats a token)", title=title)
