@@ -1081,13 +1081,11 @@ class StrayWord(TwinkleError, ValueError):
 class OutputInUse(TwinkleError, FileExistsError):
     """A new run would mix its checkpoints with another's."""
 
-    def __init__(
-        self,
-        output_dir: object,
-        checkpoint: object,
-        way: str = "Go on with it: --resume. Or begin elsewhere: --output_dir FOLDER.",
-    ) -> None:
-        super().__init__(f"{output_dir} already holds {checkpoint} of another run.\n    {way}")
+    def __init__(self, output_dir: object, checkpoint: object) -> None:
+        super().__init__(
+            f"{output_dir} already holds {checkpoint} of another run.\n"
+            f"    Go on with it: --resume. Or begin elsewhere: --output_dir FOLDER."
+        )
 
 
 class NoCheckpoint(TwinkleError, FileNotFoundError):
@@ -1103,9 +1101,9 @@ class DataOrderChanged(TwinkleError, ValueError):
     def __init__(self, checkpoint: object, file: object, different: Iterable[tuple[str, object, object]]) -> None:
         lines = "".join(f"\n    {what}: {before!r} before, {now!r} now" for what, before, now in different)
         super().__init__(
-            f"{checkpoint} can't be gone on from: its run drew its rows in another order.{lines}\n"
-            f"    Give what it had. If it is the same data under another name, remove {file}.\n"
-            "    For other data begin a new run, from the trained adapter with adapter.path."
+            f"{checkpoint} can't be gone on from: its run drew other rows, or in another order.{lines}\n"
+            f"    Give what it had. For other data begin a new run, from the trained adapter with adapter.path.\n"
+            f"    To go on all the same, counting rows on from where it was, remove {file}."
         )
 
 
