@@ -570,6 +570,13 @@ class BadRow(TwinkleError, ValueError):
         return cls(f"{name}={value!r}: {way}.")
 
 
+class PatchOrder(TwinkleError, RuntimeError):
+    """A patch that can't be undone yet: what it changed was changed again. ``later``: by what."""
+
+    def __init__(self, patch: str, later: str) -> None:
+        super().__init__(f"{patch} can't be undone: {later} stands on it.\n    Undo the later one first. Nothing was changed.")
+
+
 # ---------------------------------------------------------------------------------------------------- training
 
 
@@ -1007,6 +1014,27 @@ class BadReference(TwinkleError, ValueError):
 
     def __init__(self, text: str, kinds: Iterable[str]) -> None:
         super().__init__(f"'{text}' is not KIND/NAME, such as loss/cross_entropy\n    kinds: {_listed(kinds)}")
+
+
+class BadPluginName(TwinkleError, ValueError):
+    """A new plugin can't be called so. Nothing was written."""
+
+    def __init__(self, name: str, why: str) -> None:
+        super().__init__(f"a plugin can't be called {name!r}: {why}.\n    Choose another name, such as acme-losses.")
+
+
+class FolderExists(TwinkleError, FileExistsError):
+    """A folder that a command would make is there."""
+
+    def __init__(self, folder: object) -> None:
+        super().__init__(f"{folder} is there already, and is left as it is.\n    Choose another place (--dir FOLDER) or name.")
+
+
+class NotWritable(TwinkleError, OSError):
+    """A new plugin's folder could not be written; nothing of it is left."""
+
+    def __init__(self, folder: object, reason: object) -> None:
+        super().__init__(f"{folder} can't be written ({reason}).\n    Choose another place: --dir FOLDER")
 
 
 # ---------------------------------------------------------------------------------------------------- configuration files

@@ -17,6 +17,7 @@ COMMANDS = {
     "train": "train from a YAML file",
     "plugins": "what is installed, and whether it works",
     "show": "one component: its class, parameters and text",
+    "new": "begin a plugin that works already",
     "doctor": "this machine, its libraries and settings",
 }
 INTERRUPTED = 130  # what shells use for Ctrl-C
