@@ -21,7 +21,7 @@ def run(args: argparse.Namespace) -> int:
     """Write the folder and say what comes next."""
     new = project.plan(args.kind, args.name)
     folder = project.write(new, args.dir)
-    print(f"{folder}: {project.KINDS[new.kind].summary.lower()} that works already\n")
+    print(f"{folder}: {project.KINDS[new.kind].summary.lower()}, ready to use\n")
     for path in sorted(p for p in folder.rglob("*") if p.is_file()):
         print(f"    {path.relative_to(folder)}")
     print(f"\nnext:\n\n    cd {folder}\n    pip install -e '.[test]'\n    twinkle check {new.distribution}\n    pytest\n")
