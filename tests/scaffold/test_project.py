@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 from twinkle_core import IGNORE_INDEX, ModelOutput, api, registry
 from twinkle_core.cli.main import main
@@ -144,7 +145,12 @@ def test_the_metadata_says_what_is_there(generated, kind):
     assert len(Path(module.__file__).read_text("utf-8").splitlines()) < 60
     left = [p for p in folder.rglob("*") if p.is_file() and re.search(r"\$[a-z]", p.read_text("utf-8"))]
     assert left == []  # no name was left to fill in
-    assert (folder / ".github" / "workflows" / "test.yml").is_file() and (folder / "README.md").is_file()
+    job = yaml.safe_load((folder / ".github" / "workflows" / "test.yml").read_text("utf-8"))["jobs"]["test"]
+    assert [step["run"] for step in job["steps"] if "run" in step][-2:] == [f"twinkle check {new.distribution}", "pytest"]
+    readme = (folder / "README.md").read_text("utf-8")
+    assert f"pip install {new.distribution}\n" in readme and f"twinkle check {new.distribution}\n" in readme
+    (usage,) = re.findall(r"```python\n(.*?)```", readme, re.S)
+    assert f'"{new.package}"' in usage or f" import {new.cls}" in usage or f"from {new.package}" in usage
 
 
 def test_all_that_is_written_is_tidy(tmp_path):
