@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from twinkle_toy_backend.testing import ToySuite
 
 
 class TestToyModel(ToySuite):
-    """The suite, as a test file runs it."""
+    @pytest.mark.slow  # two processes that import torch
+    def test_two_ranks_are_one(self, rows):
+        super().test_two_ranks_are_one(rows)
