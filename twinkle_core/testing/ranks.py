@@ -85,7 +85,7 @@ def _wait(processes: list[subprocess.Popen[Any]], folder: Path, timeout: float) 
 
 
 def _reference(suite: type) -> dict[str, Any]:
-    """How another process finds a suite's class: by its module and name, or, if made on the fly, its parent's and what it adds."""
+    """How another process finds a suite's class: by module and name, or, if made on the fly, its parent's and what it adds."""
     home = next(cls for cls in suite.__mro__ if _found(sys.modules.get(cls.__module__), cls.__qualname__) is cls)
     found: dict[str, Any] = _place(home)
     if home is not suite:

@@ -71,6 +71,7 @@ class SingleAdapter(AdapterStore):
         state: dict[str, torch.Tensor] = load_file(folder / WEIGHTS)
         return state
 
+
 def distinct(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Tensors that safetensors can write: contiguous, and each with memory of its own (tied weights are written twice)."""
     seen: set[int] = set()

@@ -62,7 +62,7 @@ class ModelSuite(Suite):
     * ``whole``: trains without any adapter, as a whole.
     * ``ranks``: data ranks. Two processes (gloo) build the model each; ``RANK``, ``WORLD_SIZE`` and the process group are set.
 
-    What an engine lacks of ``split_step`` and ``generate`` (its ``capabilities``) must raise Unsupported; what it has must work.
+    Verbs that need a capability the engine lacks (``split_step``, ``generate``) must raise Unsupported; those it has must work.
 
     Other class attributes: ``vocabulary`` (token ids of the rows are below it), ``learning_rate`` (of AdamW),
     ``sgd_learning_rate`` (of plain SGD, with updates about as large as they may be), ``tolerance`` (of sums in another order,
@@ -331,7 +331,7 @@ class ModelSuite(Suite):
 
     @capability("ranks")
     def test_two_ranks_are_one(self, rows: Rows) -> None:
-        """Uneven shares, a rank without rows, and a window of two backwards: the updates of one process, on both ranks alike."""
+        """Uneven shares, a rank without rows, a window of two backwards: both ranks make the updates of one process."""
         one = self.as_rank(0, 1, rows)
         first, second = ranks.run(type(self), "as_rank", 2, {"rows": list(rows)})
         for name in self.trained():
@@ -406,10 +406,10 @@ def assert_close(found: Weights, expected: Weights, start: Weights, tolerance: f
     assert found.keys() == expected.keys()
     changed = distance(expected, start)
     assert changed > 0, "the training changed nothing"
-    share_ = distance(found, expected) / changed
-    assert share_ <= tolerance, f"{way}: the weights differ by {share_:.2g} of what the training has changed"
+    error = distance(found, expected) / changed
+    assert error <= tolerance, f"{way}: the weights differ by {error:.2g} of what the training has changed"
 
 
 def distance(a: Weights, b: Weights) -> float:
     """Euclidean, over all tensors, in float64."""
-    return sum(float((a[key].double() - b[key].double()).square().sum()) for key in a) ** 0.5
+    return float(sum(float((a[key].double() - b[key].double()).square().sum()) for key in a) ** 0.5)

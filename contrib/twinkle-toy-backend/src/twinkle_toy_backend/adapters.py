@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import nn
 from twinkle_core.contracts.adapters import BASE
 from twinkle_core.errors import BadAdapter, DuplicateAdapter, UnknownAdapter
 from twinkle_core.names import closest
-from twinkle_core.train.single import WEIGHTS, SingleAdapter, check_state
+from twinkle_core.train.single import SingleAdapter, check_state
 
 
 class LowRank(nn.Linear):
