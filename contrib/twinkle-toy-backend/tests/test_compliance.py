@@ -9,5 +9,5 @@ from twinkle_toy_backend.testing import ToySuite
 
 class TestToyModel(ToySuite):
     @pytest.mark.slow  # two processes that import torch
-    def test_two_ranks_are_one(self, rows):
-        super().test_two_ranks_are_one(rows)
+    def test_two_ranks_are_one(self, rows, tmp_path):
+        super().test_two_ranks_are_one(rows, tmp_path)

@@ -330,10 +330,11 @@ class ModelSuite(Suite):
     # ------------------------------------------------------------------------------------------------ ranks
 
     @capability("ranks")
-    def test_two_ranks_are_one(self, rows: Rows) -> None:
-        """Uneven shares, a rank without rows, a window of two backwards: both ranks make the updates of one process."""
-        one = self.as_rank(0, 1, rows)
-        first, second = ranks.run(type(self), "as_rank", 2, {"rows": list(rows)})
+    def test_two_ranks_are_one(self, rows: Rows, tmp_path: Path) -> None:
+        """Uneven shares, a rank without rows, a window of two backwards: both ranks make the updates of one process. They write
+        one checkpoint, from which one process resumes."""
+        one = self.as_rank(0, 1, rows, str(tmp_path / "one"))
+        first, second = ranks.run(type(self), "as_rank", 2, {"rows": list(rows), "folder": str(tmp_path / "two")})
         for name in self.trained():
             alone, mine, theirs = (each[name] for each in (one, first, second))
             assert_same(mine["weights"], theirs["weights"])
@@ -341,8 +342,11 @@ class ModelSuite(Suite):
             assert_close(mine["weights"], alone["weights"], alone["start"], self.tolerance, f"two ranks ('{name}')")
             for rank in (mine, theirs):
                 assert rank["metric"] == pytest.approx(alone["metric"], rel=10 * self.tolerance), "the metric 'loss' differs"
+            resumed = self.ready(name)
+            assert resumed.resume_from_checkpoint(mine["saved"], adapter_name=name)["cur_step"] == 3
+            assert_same(weights(resumed, name), mine["weights"])
 
-    def as_rank(self, rank: int, world_size: int, rows: Rows) -> dict[str, dict[str, Any]]:
+    def as_rank(self, rank: int, world_size: int, rows: Rows, folder: str) -> dict[str, dict[str, Any]]:
         """What one rank does; called in a process of its own. Plain numbers and tensors go in and come out."""
         found = {}
         for name in self.trained():
@@ -354,7 +358,10 @@ class ModelSuite(Suite):
             window = [share(part, rank, world_size) for part in (rows[:2], rows[2:])]
             norms += [float(train(model, name, window, steps=2)[-1][1] or 0.0)]
             metric = model.calculate_metric(adapter_name=name)
-            found[name] = {"start": start, "norms": norms, "weights": weights(model, name), "metric": metric["loss"]}
+            for _ in range(3):  # one takes another's place: ranks that write side by side would meet here
+                saved = model.save(f"last-{name}", folder, adapter_name=name, save_optimizer=True)
+            found[name] = {"start": start, "norms": norms, "metric": metric["loss"], "saved": saved}
+            found[name]["weights"] = weights(model, name)
         return found
 
 

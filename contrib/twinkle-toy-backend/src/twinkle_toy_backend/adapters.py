@@ -46,7 +46,7 @@ class ToyAdapters(SingleAdapter):
             raise DuplicateAdapter(name)
         if isinstance(config, (str, Path)):
             state = self.read(BASE, Path(config))
-        elif isinstance(config, int) and config > 0:
+        elif type(config) is int and config > 0:
             state = self._start(config)
         else:
             raise BadAdapter(name, f"{config!r} is no rank (a whole number from 1 up) and no folder of a saved adapter")
