@@ -11,6 +11,7 @@ from torch import nn
 
 from twinkle_core.contracts.adapters import BASE
 from twinkle_core.errors import BadAdapter, DuplicateAdapter, UnknownAdapter
+from twinkle_core.testing import runner
 from twinkle_core.testing.engines import CallbackEngine, ToyEngine
 from twinkle_core.testing.suites.model import ModelSuite
 from twinkle_core.testing.toys import TinyLM
@@ -233,23 +234,12 @@ class PlantedUnweightedRanks(PlantedNothing):
 # ---------------------------------------------------------------------------------------------------- the suite finds them
 
 
-class Outcomes:
-    """A pytest plugin that keeps which tests passed and failed."""
-
-    def __init__(self):
-        self.of = {"passed": set(), "failed": set(), "skipped": set()}
-
-    def pytest_runtest_logreport(self, report):
-        if report.when == "call" or not report.passed:
-            self.of[report.outcome].add(report.nodeid.rpartition("::")[2].partition("[")[0])
-
-
 def outcomes(suite):
-    """Run a suite of this file, as a test file would."""
-    found = Outcomes()
-    options = ["-q", "-o", "python_classes=Planted*", "-p", "no:cacheprovider", "-p", "no:xdist", "--no-header", "--tb=no"]
-    pytest.main([f"{__file__}::{suite.__name__}", *options], plugins=[found])
-    return found.of
+    """Names of tests without their parameters, by what became of them."""
+    found = {outcome: set() for outcome in (runner.PASSED, runner.FAILED, runner.LEFT_OUT)}
+    for one in runner.run(suite):
+        found[one.outcome].add(one.test.partition("[")[0])
+    return found
 
 
 @pytest.mark.parametrize("suite", [PlantedNothing, PlantedNothingInASchedule, PlantedNothingWithoutAdapters])
@@ -260,9 +250,9 @@ def test_a_sound_model_passes(suite):
 
 
 def test_what_a_model_has_not_is_left_out():
-    assert "test_a_split_step_is_a_whole_one" in outcomes(PlantedNothingInASchedule)["skipped"]
+    assert "test_a_split_step_is_a_whole_one" in outcomes(PlantedNothingInASchedule)["left out"]
     without = outcomes(PlantedNothingWithoutAdapters)
-    assert "test_training_one_adapter_leaves_the_others" in without["skipped"]
+    assert "test_training_one_adapter_leaves_the_others" in without["left out"]
     assert "test_adapters_are_refused_where_there_are_none" in without["passed"]
 
 
@@ -279,6 +269,16 @@ def test_what_a_model_has_not_is_left_out():
 )
 def test_a_planted_bug_is_caught(suite, tests):
     assert outcomes(suite)["failed"] == tests
+
+
+class PlantedNoConfig(PlantedNothing):
+    adapter_config = ModelSuite.adapter_config
+
+
+def test_a_suite_without_an_adapter_says_what_it_lacks():
+    texts = {one.test: one.text for one in runner.run(PlantedNoConfig) if one.outcome == runner.FAILED}
+    assert "test_the_loss_falls[adapter]" in texts and "test_the_loss_falls[whole]" not in texts
+    assert all("write one, or say adapters = False" in text for text in texts.values())
 
 
 @pytest.mark.slow  # two processes that import torch

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -47,6 +49,14 @@ def test_what_is_no_adapter_is_refused_and_leaves_nothing(tmp_path):
     with pytest.raises(CheckpointMismatch):
         model.add_adapter_to_model("a", trained("").save("whole", tmp_path))
     assert model.adapters.names() == []
+
+
+def test_the_readme_runs():
+    text = Path(__file__).parents[1].joinpath("README.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    scope = {}
+    exec(code, scope)
+    assert scope["model"].sessions["mine"].cur_step == 10
 
 
 def test_packed_rows_do_not_see_one_another():
