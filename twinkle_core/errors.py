@@ -282,6 +282,14 @@ class BadMesh(TwinkleError, ValueError):
         return cls(f"DeviceGroup({field}={value!r}): {way}.")
 
 
+class RankFailed(TwinkleError, RuntimeError):
+    """One of several processes that work together ended badly; the others were ended too."""
+
+    def __init__(self, rank: int, world_size: int, what: str, output: str) -> None:
+        lines = "".join(f"\n    {line}" for line in output.strip().splitlines()[-20:])
+        super().__init__(f"rank {rank} of {world_size} {what}:{lines or ' it wrote nothing'}")
+
+
 class AlreadyInitialized(TwinkleError, RuntimeError):
     """``initialize`` was called twice with different arguments."""
 

@@ -100,6 +100,26 @@ def test_plugins_do_not_import_one_another(sources, imports_of):
     assert not wrong, "\n".join(wrong)
 
 
+def test_contrib_stands_on_core_alone(contrib, imports_of):
+    wrong = []
+    for source in contrib:
+        own = {"twinkle_core", source.module.partition(".")[0]}
+        for name in imports_of(source, everywhere=True):
+            if name.startswith("twinkle") and name.partition(".")[0] not in own:
+                wrong.append(f"{source.path} imports {name}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_nothing_needs_contrib(sources, tests, contrib, imports_of):
+    """It may be removed: neither the product nor its tests import from it."""
+    packages = {s.module.partition(".")[0] for s in contrib}
+    wrong = []
+    for source in [*sources, *tests]:
+        names = {name.partition(".")[0] for name in imports_of(source, everywhere=True)}
+        wrong += [f"{source.path} imports {name}" for name in sorted(names & packages)]
+    assert not wrong, "\n".join(wrong)
+
+
 def test_the_facade_holds_nothing_itself(sources, imports_of):
     for source in sources:
         if source.module.partition(".")[0] == "twinkle" and source.module != "twinkle.__main__":

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 #: kind -> its suite
 SUITES = {
+    "model": "twinkle_core.testing.suites.model:ModelSuite",
     "loss": "twinkle_core.testing.suites.loss:LossSuite",
     "metric": "twinkle_core.testing.suites.metric:MetricSuite",
     "template": "twinkle_core.testing.suites.template:TemplateSuite",
