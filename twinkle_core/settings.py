@@ -5,7 +5,9 @@ Each is read at the moment it is asked for, so a test or a notebook may change t
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -62,6 +64,17 @@ def strict_plugins() -> bool:
     return _switch("TWINKLE_STRICT_PLUGINS")
 
 
+@contextlib.contextmanager
+def without(variable: str) -> Iterator[None]:
+    """Inside, an environment variable of somebody else's is not set; afterwards it is as it was."""
+    found = os.environ.pop(variable, None)
+    try:
+        yield
+    finally:
+        if found is not None:
+            os.environ[variable] = found
+
+
 def trust_remote_code() -> bool:
     """TWINKLE_TRUST_REMOTE_CODE."""
     return _switch("TWINKLE_TRUST_REMOTE_CODE")
@@ -91,6 +104,11 @@ def world_size() -> int:
 def rank() -> int:
     """RANK, which torchrun sets; 0 without it."""
     return int(os.environ.get("RANK", "0"))
+
+
+def become_rank(rank: int, world_size: int) -> None:
+    """Set RANK, LOCAL_RANK and WORLD_SIZE as torchrun would, for a process that was started to be one of several."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
 
 
 def wait_passively() -> None:

@@ -53,7 +53,8 @@ def test_the_loss_of_the_readme_installs_and_answers_by_name(tmp_path):
         "out = loss({'labels': labels}, ModelOutput(logps=logps))\n"
         "print(float(out.sum), int(out.weight))"
     )
-    there = {**os.environ, "PYTHONPATH": str(site)}
+    # contrib has a loss of this name too, which may be installed beside it
+    there = {**os.environ, "PYTHONPATH": str(site), "TWINKLE_PLUGINS": "acme-losses"}
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, env=there)
     assert run.stdout.split() == ["2.0", "2"], run.stderr
 
