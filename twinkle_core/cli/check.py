@@ -72,8 +72,8 @@ def run(args: argparse.Namespace) -> int:
             print(answer["refused"], file=sys.stderr)
             return UnknownDistribution.exit_status
         else:
-            name = label if label.startswith(answer["kind"]) else f"{answer['kind']} {label}"
-            rows.append(Row(name.strip(), tuple((o["test"], o["outcome"], o["text"]) for o in answer["outcomes"])))
+            name = f"{answer['kind']} {label}".strip() if label == args.target else label
+            rows.append(Row(name, tuple((o["test"], o["outcome"], o["text"]) for o in answer["outcomes"])))
     print(_document(rows, faults) if args.json else text(rows, faults))
     return 1 if faults or any(row.count("failed") for row in rows) else 0
 

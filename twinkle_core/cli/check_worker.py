@@ -7,6 +7,9 @@ from dataclasses import asdict
 from importlib import import_module
 from typing import Any
 
+import pytest  # noqa: F401  (with torch imported here, the time of a task is the component's own)
+import torch  # noqa: F401
+
 from twinkle_core import api, loading
 from twinkle_core.cli import children
 from twinkle_core.errors import BadTarget, NotA
