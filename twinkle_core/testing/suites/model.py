@@ -16,7 +16,7 @@ from twinkle_core.contracts.model import TwinkleModel
 from twinkle_core.contracts.template import Template
 from twinkle_core.data.sampler import share
 from twinkle_core.errors import BadAdapter, CannotBuild, DuplicateAdapter, NoOptimizer, UnknownAdapter, Unsupported
-from twinkle_core.testing import ranks
+from twinkle_core.testing.ranks import run as run_ranks
 from twinkle_core.testing.suites.base import Suite, capability
 from twinkle_core.testing.toys import random_rows
 from twinkle_core.types import IGNORE_INDEX, InputFeature, Message, Trajectory
@@ -59,7 +59,7 @@ class ModelSuite(Suite):
     Capabilities:
 
     * ``adapters``: several adapters at once; then ``adapter_config`` is needed.
-    * ``whole``: trains without any adapter, as a whole.
+    * ``full_parameters``: trains without any adapter, as a whole.
     * ``ranks``: data ranks. Two processes (gloo) build the model each; ``RANK``, ``WORLD_SIZE`` and the process group are set.
 
     Verbs that need a capability the engine lacks (``split_step``, ``generate``) must raise Unsupported; those it has must work.
@@ -71,7 +71,7 @@ class ModelSuite(Suite):
 
     kind = "model"
     adapters: ClassVar[bool] = True
-    whole: ClassVar[bool] = True
+    full_parameters: ClassVar[bool] = True
     ranks: ClassVar[bool] = True
     vocabulary: ClassVar[int] = 11
     learning_rate: ClassVar[float] = 1e-2
@@ -93,7 +93,7 @@ class ModelSuite(Suite):
     @classmethod
     def trained(cls) -> list[str]:
         """Adapters that are trained one after the other: '' is the model as a whole."""
-        return [BASE] * cls.whole + ["a"] * cls.adapters
+        return [BASE] * cls.full_parameters + ["a"] * cls.adapters
 
     def ready(self, *names: str, optimizer: str = "sgd", lr: float | None = None) -> TwinkleModel:
         """A new model with these adapters, each with an optimizer ('': the whole model)."""
@@ -331,10 +331,10 @@ class ModelSuite(Suite):
 
     @capability("ranks")
     def test_two_ranks_are_one(self, rows: Rows, tmp_path: Path) -> None:
-        """Uneven shares, a rank without rows, a window of two backwards: both ranks make the updates of one process. They write
-        one checkpoint, from which one process resumes."""
+        """Uneven shares, a rank without rows, a window of two backwards, a short one: both ranks update as one process does. They
+        write one checkpoint, from which one process resumes."""
         one = self.as_rank(0, 1, rows, str(tmp_path / "one"))
-        first, second = ranks.run(type(self), "as_rank", 2, {"rows": list(rows), "folder": str(tmp_path / "two")})
+        first, second = run_ranks(type(self), "as_rank", 2, {"rows": list(rows), "folder": str(tmp_path / "two")})
         for name in self.trained():
             alone, mine, theirs = (each[name] for each in (one, first, second))
             assert_same(mine["weights"], theirs["weights"])
@@ -343,7 +343,7 @@ class ModelSuite(Suite):
             for rank in (mine, theirs):
                 assert rank["metric"] == pytest.approx(alone["metric"], rel=10 * self.tolerance), "the metric 'loss' differs"
             resumed = self.ready(name)
-            assert resumed.resume_from_checkpoint(mine["saved"], adapter_name=name)["cur_step"] == 3
+            assert resumed.resume_from_checkpoint(mine["saved"], adapter_name=name)["cur_step"] == 4
             assert_same(weights(resumed, name), mine["weights"])
 
     def as_rank(self, rank: int, world_size: int, rows: Rows, folder: str) -> dict[str, dict[str, Any]]:
@@ -357,6 +357,8 @@ class ModelSuite(Suite):
             norms += [float(train(model, name, [rows if rank == 0 else []])[-1][1] or 0.0)]
             window = [share(part, rank, world_size) for part in (rows[:2], rows[2:])]
             norms += [float(train(model, name, window, steps=2)[-1][1] or 0.0)]
+            model.forward_backward(window[0], adapter_name=name)
+            norms += [float(model.flush(adapter_name=name) or 0.0)]
             metric = model.calculate_metric(adapter_name=name)
             for _ in range(3):  # one takes another's place: ranks that write side by side would meet here
                 saved = model.save(f"last-{name}", folder, adapter_name=name, save_optimizer=True)
