@@ -139,7 +139,7 @@ class StorageVerbs(Sessions):
         mesh = self.engine.mesh
         try:
             yield mesh.world_size == 1 or mesh.ranks("dp")[0] == mesh.rank
-        except BaseException as error:
+        except Exception as error:
             self.engine.gather_objects(str(error))
             raise
         failed = [why for why in self.engine.gather_objects(None) if why is not None]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,13 +15,20 @@ from twinkle_core.contracts.model import TwinkleModel
 from twinkle_core.contracts.template import Template
 from twinkle_core.data.sampler import share
 from twinkle_core.errors import BadAdapter, CannotBuild, DuplicateAdapter, NoOptimizer, UnknownAdapter, Unsupported
-from twinkle_core.testing import ranks
+from twinkle_core.testing.ranks import run as run_ranks
 from twinkle_core.testing.suites.base import Suite, capability
+from twinkle_core.testing.suites.training import (
+    Rows,
+    Weights,
+    assert_close,
+    assert_same,
+    is_refused,
+    seeded,
+    train,
+    weights,
+)
 from twinkle_core.testing.toys import random_rows
 from twinkle_core.types import IGNORE_INDEX, InputFeature, Message, Trajectory
-
-Weights = dict[str, torch.Tensor]
-Rows = Sequence[InputFeature]
 
 
 class Numbers(Template):
@@ -59,7 +65,7 @@ class ModelSuite(Suite):
     Capabilities:
 
     * ``adapters``: several adapters at once; then ``adapter_config`` is needed.
-    * ``whole``: trains without any adapter, as a whole.
+    * ``full_parameters``: trains without any adapter, as a whole.
     * ``ranks``: data ranks. Two processes (gloo) build the model each; ``RANK``, ``WORLD_SIZE`` and the process group are set.
 
     Verbs that need a capability the engine lacks (``split_step``, ``generate``) must raise Unsupported; those it has must work.
@@ -71,7 +77,7 @@ class ModelSuite(Suite):
 
     kind = "model"
     adapters: ClassVar[bool] = True
-    whole: ClassVar[bool] = True
+    full_parameters: ClassVar[bool] = True
     ranks: ClassVar[bool] = True
     vocabulary: ClassVar[int] = 11
     learning_rate: ClassVar[float] = 1e-2
@@ -93,7 +99,7 @@ class ModelSuite(Suite):
     @classmethod
     def trained(cls) -> list[str]:
         """Adapters that are trained one after the other: '' is the model as a whole."""
-        return [BASE] * cls.whole + ["a"] * cls.adapters
+        return [BASE] * cls.full_parameters + ["a"] * cls.adapters
 
     def ready(self, *names: str, optimizer: str = "sgd", lr: float | None = None) -> TwinkleModel:
         """A new model with these adapters, each with an optimizer ('': the whole model)."""
@@ -331,10 +337,10 @@ class ModelSuite(Suite):
 
     @capability("ranks")
     def test_two_ranks_are_one(self, rows: Rows, tmp_path: Path) -> None:
-        """Uneven shares, a rank without rows, a window of two backwards: both ranks make the updates of one process. They write
-        one checkpoint, from which one process resumes."""
+        """Uneven shares, a rank without rows, a window of two backwards, a short one: both ranks update as one process does.
+        They write one checkpoint, from which one process resumes."""
         one = self.as_rank(0, 1, rows, str(tmp_path / "one"))
-        first, second = ranks.run(type(self), "as_rank", 2, {"rows": list(rows), "folder": str(tmp_path / "two")})
+        first, second = run_ranks(type(self), "as_rank", 2, {"rows": list(rows), "folder": str(tmp_path / "two")})
         for name in self.trained():
             alone, mine, theirs = (each[name] for each in (one, first, second))
             assert_same(mine["weights"], theirs["weights"])
@@ -343,7 +349,7 @@ class ModelSuite(Suite):
             for rank in (mine, theirs):
                 assert rank["metric"] == pytest.approx(alone["metric"], rel=10 * self.tolerance), "the metric 'loss' differs"
             resumed = self.ready(name)
-            assert resumed.resume_from_checkpoint(mine["saved"], adapter_name=name)["cur_step"] == 3
+            assert resumed.resume_from_checkpoint(mine["saved"], adapter_name=name)["cur_step"] == 4
             assert_same(weights(resumed, name), mine["weights"])
 
     def as_rank(self, rank: int, world_size: int, rows: Rows, folder: str) -> dict[str, dict[str, Any]]:
@@ -357,66 +363,11 @@ class ModelSuite(Suite):
             norms += [float(train(model, name, [rows if rank == 0 else []])[-1][1] or 0.0)]
             window = [share(part, rank, world_size) for part in (rows[:2], rows[2:])]
             norms += [float(train(model, name, window, steps=2)[-1][1] or 0.0)]
+            model.forward_backward(window[0], adapter_name=name)
+            norms += [float(model.flush(adapter_name=name) or 0.0)]
             metric = model.calculate_metric(adapter_name=name)
             for _ in range(3):  # one takes another's place: ranks that write side by side would meet here
                 saved = model.save(f"last-{name}", folder, adapter_name=name, save_optimizer=True)
             found[name] = {"start": start, "norms": norms, "metric": metric["loss"], "saved": saved}
             found[name]["weights"] = weights(model, name)
         return found
-
-
-# ---------------------------------------------------------------------------------------------------- helpers
-
-
-@contextlib.contextmanager
-def seeded() -> Iterator[None]:
-    """Torch's seed is 0 inside; on leaving, its random state is what it was."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        yield
-
-
-def train(
-    model: TwinkleModel, name: str, batches: Sequence[Rows], *, steps: int = 1, **how: Any
-) -> list[tuple[float, float | None]]:
-    """A backward for each batch, and an update after each ``steps`` of them: losses, and gradient norms (None: no update)."""
-    found = []
-    for batch in batches:
-        loss = model.forward_backward(batch, adapter_name=name, gradient_accumulation_steps=steps, **how)
-        found.append((float(loss), model.clip_grad_and_step(adapter_name=name, gradient_accumulation_steps=steps)))
-    return found
-
-
-def weights(model: TwinkleModel, name: str) -> Weights:
-    """Copies of an adapter's weights."""
-    return {key: tensor.detach().cpu().clone() for key, tensor in model.get_state_dict(adapter_name=name).items()}
-
-
-def is_refused(call: Callable[[], Any]) -> bool:
-    """Whether a call raises Unsupported."""
-    try:
-        call()
-    except Unsupported:
-        return True
-    return False
-
-
-def assert_same(found: Weights, expected: Weights) -> None:
-    """Bit for bit."""
-    assert found.keys() == expected.keys()
-    other = [key for key in found if not torch.equal(found[key], expected[key])]
-    assert not other, f"{len(other)} of {len(found)} tensors differ: {', '.join(other[:3])}"
-
-
-def assert_close(found: Weights, expected: Weights, start: Weights, tolerance: float, way: str) -> None:
-    """Weights differ by no more than a share of what the training has changed."""
-    assert found.keys() == expected.keys()
-    changed = distance(expected, start)
-    assert changed > 0, "the training changed nothing"
-    error = distance(found, expected) / changed
-    assert error <= tolerance, f"{way}: the weights differ by {error:.2g} of what the training has changed"
-
-
-def distance(a: Weights, b: Weights) -> float:
-    """Euclidean, over all tensors, in float64."""
-    return float(sum(float((a[key].double() - b[key].double()).square().sum()) for key in a) ** 0.5)
