@@ -2,7 +2,7 @@
 
 A fenced block of a page is treated by its language:
 
-* ``python`` runs, the blocks of a page in order and in one namespace. ``# → text`` at the end of a line says what its statement
+* ``python`` runs, a page's blocks in order and in one namespace. ``# → text`` at the end of a line says what its statement
   prints (a bare expression prints its value); more lines of output follow as comments of the same form.
 * ``bash`` and ``console`` run if they are commands of twinkle's; ``console`` with ``$`` before a command, and below it lines that
   its output holds in this order (``...`` stands for any lines).
