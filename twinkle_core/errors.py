@@ -13,6 +13,9 @@ from typing import Any
 class TwinkleError(Exception):
     """Base of all errors raised on purpose by twinkle. They travel between processes whatever their constructors take."""
 
+    #: what the command ``twinkle`` ends with when one of these ends it
+    exit_status = 1
+
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (type(self), self.args, self.__dict__)
 
@@ -570,6 +573,13 @@ class BadRow(TwinkleError, ValueError):
         return cls(f"{name}={value!r}: {way}.")
 
 
+class PatchOrder(TwinkleError, RuntimeError):
+    """A patch that can't be undone yet: what it changed was changed again. ``later``: by what."""
+
+    def __init__(self, patch: str, later: str) -> None:
+        super().__init__(f"{patch} can't be undone: {later} stands on it.\n    Undo the later one first. Nothing was changed.")
+
+
 # ---------------------------------------------------------------------------------------------------- training
 
 
@@ -1007,6 +1017,72 @@ class BadReference(TwinkleError, ValueError):
 
     def __init__(self, text: str, kinds: Iterable[str]) -> None:
         super().__init__(f"'{text}' is not KIND/NAME, such as loss/cross_entropy\n    kinds: {_listed(kinds)}")
+
+
+class BadPluginName(TwinkleError, ValueError):
+    """A new plugin can't be called so. Nothing was written."""
+
+    def __init__(self, name: str, why: str) -> None:
+        super().__init__(f"a plugin can't be called {name!r}: {why}.\n    Choose another name, such as acme-losses.")
+
+
+class FolderExists(TwinkleError, FileExistsError):
+    """A folder that a command would make is there."""
+
+    def __init__(self, folder: object) -> None:
+        super().__init__(f"{folder} is there already, and is left as it is.\n    Choose another place (--dir FOLDER) or name.")
+
+
+class NotWritable(TwinkleError, OSError):
+    """A new plugin's folder could not be written; nothing of it is left."""
+
+    def __init__(self, folder: object, reason: object) -> None:
+        super().__init__(f"{folder} can't be written ({reason}).\n    Choose another place: --dir FOLDER")
+
+
+class UnknownDistribution(TwinkleError, LookupError):
+    """``twinkle check`` of what provides nothing. ``installed``: whether there is such a distribution at all."""
+
+    exit_status = 2
+
+    def __init__(self, name: str, installed: bool, near: str | None, known: Iterable[str]) -> None:
+        why = "is installed, but provides no component of twinkle" if installed else "is not installed"
+        super().__init__(
+            f"'{name}' {why}.{_meant(near)}\n    distributions with components: {_listed(known)}\n"
+            "    a class that is not installed: twinkle check module:Class"
+        )
+
+
+class BadTarget(TwinkleError, ValueError):
+    """``twinkle check module:Class`` of what is no component."""
+
+    def __init__(self, target: str, why: str, kinds: Iterable[str]) -> None:
+        super().__init__(
+            f"'{target}' can't be checked: {why}\n"
+            f"    what can: a class that derives from a contract ({_listed(kinds)}), or a suite"
+        )
+
+
+class UnknownCheck(TwinkleError, LookupError):
+    """A suite's ``expected_failures`` names a test that it does not have."""
+
+    def __init__(self, suite: str, name: str, near: str | None, tests: Iterable[str]) -> None:
+        super().__init__(
+            f"{suite} expects '{name}' to fail, which it does not have.{_meant(near)}\n    tests: {_listed(tests)}"
+        )
+
+
+class CannotBuild(TwinkleError, TypeError):
+    """A compliance suite can't make the object that it is to check. ``arguments``: because of the constructor's."""
+
+    def __init__(self, kind: str, name: str, why: str, arguments: bool = False) -> None:
+        way = (
+            f"\n    give them in a suite: class Test{name}({kind.capitalize()}Suite): component = {name}; arguments = {{...}}\n"
+            "    and name it for twinkle check in pyproject.toml:\n"
+            '        [project.entry-points."twinkle.testing"]\n'
+            f'        "<group>.<name>" = "<module>:Test{name}"   # such as "losses.focal"'
+        )
+        super().__init__(f"{kind} {name} can't be built for its checks: {why}{way if arguments else ''}")
 
 
 # ---------------------------------------------------------------------------------------------------- configuration files

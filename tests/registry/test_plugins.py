@@ -87,6 +87,18 @@ def test_switched_off(site, monkeypatch):
     assert states(names) == {"acme-hooks": "off"}
 
 
+def test_an_allow_list_keeps_other_hook_modules_from_being_imported(site, monkeypatch):
+    hook_module(site, "wanted", "@hookimpl\ndef twinkle_report_header():\n    return 'wanted'\n")
+    hook_module(site, "other-hooks", "raise SystemError('imported')\n")
+    monkeypatch.setenv("TWINKLE_PLUGINS", "wanted")
+    monkeypatch.setenv("TWINKLE_STRICT_PLUGINS", "1")  # else a failing import would be only a warning
+    names = site.registry()
+    assert names.plugins().hooks().twinkle_report_header() == ["wanted"]
+    assert states(names) == {"wanted": "loaded", "other-hooks": "off"}
+    monkeypatch.setenv("TWINKLE_DISABLE_PLUGINS", "wanted")  # deny wins over allow
+    assert states(again := site.registry()) == {} and again.plugins().hooks().twinkle_report_header() == []
+
+
 def test_strict(site, monkeypatch):
     hook_module(site, "bad", "raise RuntimeError('no')\n")
     monkeypatch.setenv("TWINKLE_STRICT_PLUGINS", "1")
