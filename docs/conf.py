@@ -22,7 +22,7 @@ napoleon_use_rtype = False  # "The rows: none only with …" is a sentence, no t
 
 # Types of other libraries, whose pages are not on this site, and names that signatures only mention.
 nitpick_ignore_regex = [
-    ("py:.*", r"(collections|contextlib|pathlib|torch|typing)\..*"),
+    ("py:.*", r"(argparse|collections|contextlib|pathlib|torch|typing)\..*"),
     ("py:class", r"(twinkle_core\..*\.)?(Session|DeviceMesh|LossFn|Inputs|Path|optional)"),
     ("py:exc", r"[\w.]+"),  # they have headings in errors.md
 ]

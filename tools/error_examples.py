@@ -199,10 +199,15 @@ entry(
     e.BadRow.argument("padding_side", "middle", "'right' or 'left'"),
 )
 
+entry(
+    e.PatchOrder("FusedMLP", "FusedNorm"),
+    why="What the patch changed has been changed again by another one, so what it found can't be put back yet.",
+)
+
 # ---------------------------------------------------------------------------------------------------- training
 
 entry(e.BadArgument("temperature", 0.0, "a finite number above 0"))
-entry(e.BadWindowSize(0))
+entry(e.BadWindowSize(0), way="Give the number of backwards between two updates: 1, 2, ….")
 entry(e.WindowSizeChanged(4, 8, 3))
 entry(e.WindowNotStepped(2))
 entry(e.NoOptimizer("step", "default"), e.NoOptimizer("step", "default", base_has_one=True))
@@ -230,6 +235,7 @@ entry(e.BadLossSetting("CrossEntropyLoss", "label_smoothing", 1.5, "a number, at
 entry(
     e.BadLossResult("AcmeLoss", "LossOutput whose sum has no graph, so there is nothing to go back through"),
     why="A loss gave something that can't be added over micro-batches and ranks.",
+    way="Compute the sum from `outputs`, without `.item()`, `.detach()` or `no_grad`, and give it with the number of items.",
 )
 entry(
     e.BadLossWeight(-3.0),
@@ -285,7 +291,7 @@ entry(
 
 entry(e.Fp8Unavailable())
 entry(e.UnknownModelClass("AutoModelForCasualLM", "AutoModelForCausalLM"))
-entry(e.NoModel("TransformersModel"))
+entry(e.NoModel("TransformersModel"), way="Name a model: `TransformersModel(model_id='ms://Qwen/Qwen3.5-4B')`.")
 entry(
     e.ModelNotLoaded("models/qwen", "no file named model.safetensors, or pytorch_model.bin, found"),
     why="The text after the colon is the model library's own.",
@@ -319,6 +325,22 @@ entry(
 
 entry(e.UnknownCommand("trian", "train", ["quickstart", "train", "plugins", "show", "doctor"]))
 entry(e.BadReference("cross_entropy", ["losses", "metrics", "models", "..."]))
+entry(e.BadPluginName("json", "'json' is a module of Python's standard library"))
+entry(e.FolderExists("acme"))
+entry(e.NotWritable("/opt/acme", "Permission denied"))
+entry(
+    e.UnknownDistribution("acme-loses", False, "acme-losses", ["acme-losses", "twinkle-core"]),
+    e.UnknownDistribution("requests", True, None, ["acme-losses", "twinkle-core"]),
+)
+entry(e.BadTarget("acme_losses:VERSION", "it is a str", ["Loss", "Metric", "..."]))
+entry(
+    e.UnknownCheck("TestFocal", "test_is_finit", "test_is_finite", ["test_is_finite", "test_is_differentiable", "..."]),
+    why="A compliance suite's `expected_failures` names a test that the suite does not have.",
+)
+entry(
+    e.CannotBuild("loss", "FocalLoss", "it leaves __call__ of its contract open"),
+    e.CannotBuild("loss", "FocalLoss", "missing a required argument: 'gamma'", arguments=True),
+)
 
 # ---------------------------------------------------------------------------------------------------- configuration files
 
@@ -336,7 +358,7 @@ entry(
 )
 entry(e.StrayWord("lr"))
 entry(e.OutputInUse("output/sft", "step-20"))
-entry(e.NoCheckpoint("output/step-99"))
+entry(e.NoCheckpoint("output/step-99"), way="Name one of the folders in `output_dir`, or none.")
 entry(e.DataOrderChanged("output/step-20", "output/data_order.json", [("seed", 42, 7)]))
 entry(e.CacheNotWritable("/root/.cache/twinkle", "Read-only file system"))
 entry(

@@ -4,8 +4,10 @@ A fenced block of a page is treated by its language:
 
 * ``python`` runs, a page's blocks in order and in one namespace. ``# → text`` at the end of a line says what its statement
   prints (a bare expression prints its value); more lines of output follow as comments of the same form.
-* ``bash`` and ``console`` run if they are commands of twinkle's; ``console`` with ``$`` before a command, and below it lines that
+* ``bash`` and ``console`` run if they are twinkle's commands; ``console`` with ``$`` before a command, and then lines that
   its output holds in this order (``...`` stands for any lines).
+* ``pip install -e FOLDER`` of a folder that the page has made is done by hand: metadata as an installer leaves it, and ``src``
+  on the path. Nothing is built or fetched, and the page's folder is all that it touches.
 * ``<!-- file: NAME -->`` before a block of any language writes it to that file in the page's folder.
 * ``<!-- not run: REASON -->`` before a block leaves it out.
 * other languages (``text``, ``toml``, ``yaml``, ``json``) are shown only.
@@ -22,12 +24,15 @@ import json
 import re
 import shlex
 import sys
+import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from twinkle_core import plugins, registry
 from twinkle_core.runtime import local
+from twinkle_core.testing.distributions import write_distribution
 
 ROOT = Path(__file__).resolve().parents[2]
 #: what pages name -> what is loaded in its place: a Llama of 2 layers, 32 wide, with bytes for tokens and ChatML
@@ -55,7 +60,7 @@ class Block:
 def pages() -> list[str]:
     """Paths of all pages whose blocks are run."""
     found = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md")), *sorted(ROOT.glob("plugins/*/README.md"))]
-    found += sorted(ROOT.glob("contrib/**/README.md"))
+
     return [p.relative_to(ROOT).as_posix() for p in found if "_build" not in p.parts]
 
 
@@ -135,6 +140,9 @@ class Page:
                 found.append((line.removeprefix("$ ").partition("  #")[0], []))
         for command, said in found:
             words = shlex.split(self.substituted(command))
+            if words[:3] == ["pip", "install", "-e"] and (project := Path(words[3].partition("[")[0])).is_dir():
+                install(project)
+                continue
             assert words[0] == "twinkle", f"{block.page}:{block.line}: '{command}' is not twinkle's; mark the block as not run"
             self._command(words[1:], said, f"{block.page}:{block.line}")
 
@@ -149,6 +157,16 @@ class Page:
         rest = iter(shown)
         for line in said:
             assert line in ("", "...") or line in rest, f"{where}: the output has no line {line!r} here:\n" + "\n".join(shown)
+
+
+def install(project: Path) -> None:
+    """What ``pip install -e`` leaves, for names to be found and modules to be imported."""
+    facts = tomllib.loads((project / "pyproject.toml").read_text("utf-8"))["project"]
+    groups = {group.removeprefix("twinkle."): names for group, names in facts["entry-points"].items()}
+    (api,) = groups.pop("api")
+    write_distribution(Path.cwd(), facts["name"], facts["version"], entry_points=groups, api=int(api[1:]))
+    sys.path.insert(0, str((project / "src").absolute()))
+    registry.refresh()
 
 
 @pytest.fixture(scope="session")
@@ -170,11 +188,15 @@ def page(tiny, tmp_path, monkeypatch):
             turns = [{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": "yes" * (i + 1)}]
             file.write(json.dumps({"messages": turns}) + "\n")
     monkeypatch.setattr(local, "_state", local._State(local.LocalRuntime()))  # twinkle.initialize is for once in a process
-    before = set(sys.modules)
+    before, path = set(sys.modules), list(sys.path)
     yield Page({name: str({"tiny": tiny}[stand_in]) for name, stand_in in MODELS.items()})
     for name in set(sys.modules) - before:
         if str(getattr(sys.modules[name], "__file__", None) or "").startswith(str(tmp_path)):
             del sys.modules[name]
+    for listener in {r.entry.name for r in plugins.records() if r.entry.dist in ("", "acme-hooks")}:
+        plugins.unregister(listener)
+    sys.path[:] = [p for p in path if p != str(tmp_path)]
+    registry.refresh()
 
 
 @pytest.fixture
