@@ -26,8 +26,8 @@ def capability(flag: str) -> Callable[[F], F]:
     return mark
 
 
-class Suite:
-    """Checks of one component against its contract, to subclass in a test file::
+class Checks:
+    """Checks of one component, to subclass in a test file::
 
         class TestFocal(LossSuite):
             component = FocalLoss
@@ -75,22 +75,20 @@ class Suite:
         Raises:
             CannotBuild: there is no ``component``, it leaves methods of its contract open, or needs arguments.
         """
-        name = type(self).__name__
-        if self.component is None:
+        name, component = type(self).__name__, type(self).component  # of the class: a function is no method of this one
+        if component is None:
             raise CannotBuild(self.kind, name, f"{name} has neither a 'component' nor a fixture '{self.kind}' of its own")
-        if not inspect.isclass(self.component):
-            if callable(self.component) or not options:
-                return self.component
-            raise CannotBuild(self.kind, name, f"an object that is built already takes no {', '.join(options)}")
-        lacks = loading.lacking(self.component, _contract(self.kind))
+        if not inspect.isclass(component):
+            return component
+        lacks = loading.lacking(component, _contract(self.kind))
         if lacks:
-            raise CannotBuild(self.kind, self.component.__name__, f"it leaves {', '.join(lacks)} of its contract open")
+            raise CannotBuild(self.kind, component.__name__, f"it leaves {', '.join(lacks)} of its contract open")
         given = {**self.arguments, **options}
         try:
-            inspect.signature(self.component).bind(**given)
+            inspect.signature(component).bind(**given)
         except TypeError as cause:
-            raise CannotBuild(self.kind, self.component.__name__, str(cause), arguments=True) from None
-        return self.component(**given)
+            raise CannotBuild(self.kind, component.__name__, str(cause), arguments=True) from None
+        return component(**given)
 
     @pytest.fixture(autouse=True)
     def _as_declared(self, request: pytest.FixtureRequest) -> None:
@@ -102,6 +100,10 @@ class Suite:
         if reason is not None:
             request.node.add_marker(pytest.mark.xfail(reason=reason, strict=True))
 
+
+class Suite(Checks):
+    """Checks of a component whose kind has a contract; what it has in common with other suites is told in :class:`Checks`."""
+
     def test_keeps_its_contract(self, request: pytest.FixtureRequest) -> None:
         """It derives from the contract's class, so that what the contract gains later reaches it too."""
         contract, subject = _contract(self.kind), request.getfixturevalue(self.kind)
@@ -112,5 +114,5 @@ class Suite:
 
 
 def _contract(kind: str) -> type:
-    module, name = CONTRACTS[kind]
+    module, name = CONTRACTS.get(kind, ("builtins", "object"))
     return getattr(import_module(module), name)  # type: ignore[no-any-return]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import itertools
 import math
 import pickle
@@ -45,6 +46,11 @@ class LossSuite(Suite):
     kind: ClassVar[str] = "loss"
     float64: ClassVar[bool] = True
     packing: ClassVar[bool] = True
+
+    def build(self, **options: Any) -> Any:
+        """A new loss; a plain function as training takes it."""
+        built = super().build(**options)
+        return losses.FunctionLoss(built) if inspect.isfunction(built) else built
 
     @pytest.fixture
     def loss(self) -> Any:
