@@ -14,6 +14,11 @@ from twinkle_core.scaffold.names import check_free, package_of
 from twinkle_core.version import __version__
 
 HOOKS = "hooks"
+SUITE = """
+# how `twinkle check` builds it
+[project.entry-points."twinkle.testing"]
+"$group.$package" = "$package.testing:${stem}Suite"
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,13 +28,14 @@ class Kind:
     summary: str
     usage: str
     extra: str = ""  # of twinkle-core, that its module needs
+    suite: bool = False  # whether it says itself how it is built for its checks: arguments alone would not do
 
 
 KINDS = {
-    "model": Kind("A model", "from twinkle.model import $cls\n\nmodel = $cls()"),
+    "model": Kind("A model", "from twinkle.model import $cls\n\nmodel = $cls()", suite=True),
     "loss": Kind("A loss", 'model.set_loss("$package")  # or: from twinkle.loss import $cls'),
     "metric": Kind("A metric", 'model.add_metric("$package", is_training=True)  # or: from twinkle.metric import $cls'),
-    "template": Kind("A template", 'model.set_template("$package", model_id="ms://Qwen/Qwen3.5-4B")', "[data]"),
+    "template": Kind("A template", 'model.set_template("$package", model_id="ms://Qwen/Qwen3.5-4B")', "[data]", suite=True),
     "patch": Kind("A patch", 'model.apply_patch("$package")  # or: from twinkle.patch import $cls'),
     "processor": Kind("A processor", 'model.set_processor("$package")  # or: from twinkle.processor import $cls'),
     HOOKS: Kind("Hooks", "from $package.$module import updates  # it listens because it is installed"),
@@ -38,12 +44,17 @@ KINDS = {
 
 @dataclass(frozen=True, slots=True)
 class Project:
-    """The names of a new distribution. For ``twinkle new loss acme-soft``: acme-soft, acme_soft, AcmeSoftLoss, loss."""
+    """The names of a new distribution. For ``twinkle new loss acme-soft``: loss, acme-soft, acme_soft, AcmeSoft."""
 
     kind: str
     distribution: str
     package: str
-    cls: str
+    stem: str
+
+    @property
+    def cls(self) -> str:
+        """The class; it ends in its kind."""
+        return self.stem if self.stem.lower().endswith(self.kind) else self.stem + self.kind.capitalize()
 
     @property
     def module(self) -> str:
@@ -67,9 +78,7 @@ def plan(kind: str, name: str) -> Project:
         raise UnknownKind(kind, names.closest(kind, KINDS), KINDS)
     package = package_of(name)
     check_free(name, package, None if singular == HOOKS else singular)
-    words = "".join(word[:1].upper() + word[1:] for word in package.split("_"))
-    suffix = "" if words.lower().endswith(singular) else singular.capitalize()
-    return Project(singular, names.normalise(package), package, words + suffix)
+    return Project(singular, names.normalise(package), package, "".join(map(str.capitalize, package.split("_"))))
 
 
 def files(project: Project) -> dict[str, str]:
@@ -81,6 +90,7 @@ def files(project: Project) -> dict[str, str]:
         "package": project.package,
         "module": project.module,
         "cls": project.cls,
+        "stem": project.stem,
         "summary": kind.summary,
         "group": "plugins" if project.kind == HOOKS else names.PLURAL[project.kind],
         "value": project.value,
@@ -89,6 +99,7 @@ def files(project: Project) -> dict[str, str]:
         "extra": kind.extra,
     }
     values["usage"] = Template(kind.usage).substitute(values)
+    values["testing"] = Template(SUITE if kind.suite else "").substitute(values)
     places = {
         "pyproject.toml": "common/pyproject.toml",
         "README.md": "common/README.md",
@@ -97,6 +108,8 @@ def files(project: Project) -> dict[str, str]:
         f"src/{project.package}/{project.module}.py": f"{project.kind}/module.py",
         f"tests/test_{project.package}.py": f"{project.kind}/test.py",
     }
+    if kind.suite:
+        places[f"src/{project.package}/testing.py"] = f"{project.kind}/testing.py"
     texts = {place: Template(_read(source)).substitute(values) for place, source in places.items()}
     return texts | {f"src/{project.package}/py.typed": ""}
 
