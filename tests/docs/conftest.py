@@ -6,6 +6,7 @@ A fenced block of a page is treated by its language:
   prints (a bare expression prints its value); more lines of output follow as comments of the same form.
 * ``bash`` and ``console`` run if they are twinkle's commands; ``console`` with ``$`` before a command, and then lines that
   its output holds in this order (``...`` stands for any lines).
+* ``pytest FILE`` runs the compliance suites in a file that the page has written, in this process.
 * ``pip install -e FOLDER`` of a folder that the page has made is done by hand: metadata as an installer leaves it, and ``src``
   on the path. Nothing is built or fetched, and the page's folder is all that it touches.
 * ``<!-- file: NAME -->`` before a block of any language writes it to that file in the page's folder.
@@ -26,12 +27,14 @@ import shlex
 import sys
 import tomllib
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 from twinkle_core import plugins, registry
 from twinkle_core.runtime import local
+from twinkle_core.testing import Suite, runner
 from twinkle_core.testing.distributions import write_distribution
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -143,8 +146,20 @@ class Page:
             if words[:3] == ["pip", "install", "-e"] and (project := Path(words[3].partition("[")[0])).is_dir():
                 install(project)
                 continue
+            if words[0] == "pytest" and Path(words[1]).is_file():
+                self.suites(words[1])
+                continue
             assert words[0] == "twinkle", f"{block.page}:{block.line}: '{command}' is not twinkle's; mark the block as not run"
             self._command(words[1:], said, f"{block.page}:{block.line}")
+
+    def suites(self, file: str) -> None:
+        """All suites of a test file; none of their checks may fail."""
+        module = import_module(Path(file).stem)
+        found = [c for n, c in vars(module).items() if n.startswith("Test") and issubclass(c, Suite)]
+        assert found, f"{file} has no suite"
+        for suite in found:
+            failed = [o for o in runner.run(suite) if o.outcome == runner.FAILED]
+            assert not failed, "\n".join(f"{o.test}: {o.text}" for o in failed)
 
     def _command(self, words: list[str], said: list[str], where: str) -> None:
         from twinkle_core.cli.main import main
