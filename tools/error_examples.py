@@ -77,7 +77,8 @@ entry(
 entry(
     e.WrongArgument("InfoNCELoss", "temperatur", "temperature"),
     e.WrongArgument("InfoNCELoss", "zzz", None, ["temperature", "margin"]),
-    why="Constructor arguments are checked when a component is set, not at the first step.",
+    why="A keyword that a class or function does not have. Arguments are checked when a component is set, not at the first "
+    "step.",
 )
 entry(e.ReservedArgument("AdamW", "params"))
 entry(e.MissingArgument("StepLR", ["step_size"]), way="Give it as a keyword: `set_lr_scheduler('step_lr', step_size=100)`.")
@@ -98,11 +99,12 @@ entry(e.BadRemoteComponent("loss", "hf://acme/losses#Focal", "the package define
 entry(
     e.BadHook("twinkle_after_stop", "twinkle_after_step", "there is no such hook"),
     why="A hook module marks a function with `@hookimpl` whose name or parameters are not a hook's.",
-    way="Compare it with the table in [Write a plugin](write_a_plugin.md).",
+    way="Compare it with [the list of hooks](write_a_plugin.md#all-hooks).",
 )
 entry(
     e.HookFailed("acme", "acme-losses 1.2", "raised in twinkle_after_step", ValueError("no run is active")),
-    why="Normally a warning, and the training goes on. With `TWINKLE_STRICT_PLUGINS=1` it is raised.",
+    why="A hook module can't be loaded, or a hook raised. Normally a warning, and the training goes on. With "
+    "`TWINKLE_STRICT_PLUGINS=1` it is raised.",
 )
 entry(
     e.WorkerMismatch(3, "node-7", "acme-losses", "1.1", "1.2"),
@@ -263,6 +265,7 @@ entry(e.BadCheckpointName("../step-1", "output"))
 entry(e.CheckpointInTheWay("output/notes"))
 entry(
     e.CheckpointNotWritten("output/step-100", "No space left on device"),
+    why="The disk refused.",
     way="Make room, or save elsewhere (`output_dir=`). The training state is untouched; call `save` again.",
 )
 entry(e.CheckpointNotFound("output/step-99"), way="Look which folders `output_dir` holds.")
@@ -283,7 +286,8 @@ entry(
     e.CheckpointUnfit(
         "the state of scheduler Mine", "it holds datetime.date(2026, 1, 1) (date), which is neither number, text nor tensor"
     ),
-    why="Checkpoints hold no pickles, so an optimizer's or scheduler's state must be numbers, texts, lists or tensors.",
+    why="A state that can't be written. Checkpoints hold no pickles, so an optimizer's or scheduler's state must be numbers, "
+    "texts, lists or tensors.",
     way="Keep such values out of `state_dict()`, or save the weights alone (`save_optimizer=False`).",
 )
 
@@ -294,7 +298,7 @@ entry(e.UnknownModelClass("AutoModelForCasualLM", "AutoModelForCausalLM"))
 entry(e.NoModel("TransformersModel"), way="Name a model: `TransformersModel(model_id='ms://Qwen/Qwen3.5-4B')`.")
 entry(
     e.ModelNotLoaded("models/qwen", "no file named model.safetensors, or pytorch_model.bin, found"),
-    why="The text after the colon is the model library's own.",
+    why="A folder that the model's library can't load. The text after the colon is the library's own.",
     way="Check that the folder is complete and that the installed transformers knows the model.",
 )
 entry(e.HoldsAdapter("output/last", "hf://Qwen/Qwen3-4B"))

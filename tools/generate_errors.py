@@ -20,8 +20,8 @@ HEAD = """# Errors
 
 Every error that twinkle raises on purpose derives from `twinkle_core.TwinkleError`, and from the builtin that fits it, so
 `except ValueError` works too. Its text says what was given, why it can't be, and the way out. It is raised before any state
-changes, unless the text says otherwise. On the command line an error is one text and exit status 1; add `--traceback` to see
-where it was raised.
+changes, unless the text says otherwise. On the command line an error is one text and an exit status that is not 0; add
+`--traceback` to see where it was raised.
 
 This page has a heading for each class and an example of each of its texts. The errors of names and plugins come first.
 """

@@ -167,7 +167,7 @@ class Page:
         with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as faults:
             status = main(words)
         shown = [line.rstrip() for line in (out.getvalue() + faults.getvalue()).splitlines()]
-        fails = any(line and re.match(r"[A-Z]\w+: ", line) for line in said)
+        fails = any(line and re.match(r"(failed|[A-Z]\w+): ", line) for line in said)
         assert status == int(fails), f"{where}: status {status}\n" + "\n".join(shown)
         rest = iter(shown)
         for line in said:
