@@ -16,7 +16,7 @@ THIRD_PARTY = {
 LAYER_1 = {"config", "data", "templates"}
 LAYER_2 = {"train", "ops", "losses", "metrics", "processors", "patches", "testing"}
 #: modules in another layer than their package
-APART = {"twinkle_core.testing.distributions": 0}
+APART = dict.fromkeys((f"twinkle_core.testing.{name}" for name in ("distributions", "declared", "has_pytest")), 0)
 #: what only the compliance suites import: they are asked for by who has pytest
 SUITES_MAY = {"pytest"}
 

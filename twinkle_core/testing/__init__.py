@@ -10,6 +10,7 @@ __getattr__, __dir__, __all__ = attach(
         "PatchSuite": "twinkle_core.testing.suites.patch:PatchSuite",
         "ProcessorSuite": "twinkle_core.testing.suites.processor:ProcessorSuite",
         "Suite": "twinkle_core.testing.suites.base:Suite",
+        "compliance": "twinkle_core.testing.runner:compliance",
         "TemplateSuite": "twinkle_core.testing.suites.template:TemplateSuite",
     },
 )

@@ -1,3 +1,4 @@
+from twinkle_core.testing.runner import compliance as compliance
 from twinkle_core.testing.suites.base import Suite as Suite
 from twinkle_core.testing.suites.loss import LossSuite as LossSuite
 from twinkle_core.testing.suites.metric import MetricSuite as MetricSuite

@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 import pluggy
 
-from twinkle_core import settings
+from twinkle_core import loading, registry, settings
 from twinkle_core.errors import TwinkleError
+from twinkle_core.testing import declared
 
 if TYPE_CHECKING:
     import pytest
 
-    from twinkle_core.testing.suites.base import Suite
+    from twinkle_core.testing.suites.base import Checks
 
 #: kind -> its suite
 SUITES = {
@@ -37,7 +38,7 @@ SUITES = {
 }
 PASSED, FAILED, EXPECTED, LEFT_OUT = "passed", "failed", "expected", "left out"
 
-_ASKED: ContextVar[type[Suite]] = ContextVar("_ASKED")
+_ASKED: ContextVar[type[Checks]] = ContextVar("_ASKED")
 _OPTIONS = ("-q", "-s", "--tb=no", "--no-header", "--no-summary", "--import-mode=importlib", "--disable-plugin-autoload")
 _PLUGINS_OFF = ("cacheprovider", "faulthandler", "junitxml", "pastebin")
 
@@ -51,7 +52,7 @@ class Outcome:
     text: str = ""
 
 
-def suite_for(kind: str, component: Any) -> type[Suite]:
+def suite_for(kind: str, component: Any) -> type[Checks]:
     """The kind's suite over a class, function or object; it is built without arguments.
 
     Raises:
@@ -64,12 +65,36 @@ def suite_for(kind: str, component: Any) -> type[Suite]:
     return type(f"Test{name}", (base,), {"component": component, "__module__": __name__})
 
 
-def asked() -> type[Suite]:
+def compliance(distribution: str, *kinds: str) -> dict[str, type[Checks]]:
+    """A test class for each component of an installed distribution, for one line in a test file::
+
+        globals().update(compliance("acme-losses"))
+
+    Args:
+        distribution: its name.
+        kinds: only these; default all that have a suite.
+
+    Raises:
+        UnknownDistribution; what an import of a component raises.
+    """
+    entries = declared.entries_of(distribution)
+    named, _ = declared.named_suites(entries)
+    found: dict[str, type[Checks]] = {}
+    for entry in entries:
+        if entry.kind not in (kinds or SUITES):
+            continue
+        own = named.get(declared.key_of(entry))
+        suite = loading.import_path("suite", own) if own else suite_for(entry.kind, registry.load(entry))
+        found[f"Test_{entry.kind}_{entry.name}"] = suite
+    return found
+
+
+def asked() -> type[Checks]:
     """The suite that ``run`` is running: what its test file imports."""
     return _ASKED.get()
 
 
-def run(suite: type[Suite]) -> list[Outcome]:
+def run(suite: type[Checks]) -> list[Outcome]:
     """Run all tests of a suite in this process, whatever the folder and the settings of pytest here."""
     import pytest
 
@@ -89,7 +114,7 @@ def run(suite: type[Suite]) -> list[Outcome]:
 
 
 @contextlib.contextmanager
-def _asking(suite: type[Suite]) -> Iterator[None]:
+def _asking(suite: type[Checks]) -> Iterator[None]:
     token = _ASKED.set(suite)
     try:
         yield

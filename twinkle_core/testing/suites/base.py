@@ -104,9 +104,14 @@ class Checks:
 class Suite(Checks):
     """Checks of a component whose kind has a contract; what it has in common with other suites is told in :class:`Checks`."""
 
-    def test_keeps_its_contract(self, request: pytest.FixtureRequest) -> None:
+    @pytest.fixture
+    def subject(self, request: pytest.FixtureRequest) -> Any:
+        """What the kind's own fixture gives."""
+        return request.getfixturevalue(self.kind)
+
+    def test_keeps_its_contract(self, subject: Any) -> None:
         """It derives from the contract's class, so that what the contract gains later reaches it too."""
-        contract, subject = _contract(self.kind), request.getfixturevalue(self.kind)
+        contract = _contract(self.kind)
         assert isinstance(subject, contract), (
             f"{type(subject).__name__} does not derive from twinkle_core.{contract.__name__}. "
             f"Write: class {type(subject).__name__}({contract.__name__})"

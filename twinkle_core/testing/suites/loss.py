@@ -58,6 +58,11 @@ class LossSuite(Suite):
         return self.build()
 
     @pytest.fixture
+    def subject(self, loss: Any) -> Any:
+        """The same, by the name that all suites know it by."""
+        return loss
+
+    @pytest.fixture
     def rows(self) -> Sequence[InputFeature]:
         """Encoded rows."""
         return random_rows([5, 3, 7, 2, 4, 6])

@@ -45,6 +45,11 @@ class MetricSuite(Suite):
         return self.build()
 
     @pytest.fixture
+    def subject(self, metric: Any) -> Any:
+        """The same, by the name that all suites know it by."""
+        return metric
+
+    @pytest.fixture
     def rows(self) -> Sequence[InputFeature]:
         """Encoded rows."""
         return random_rows([5, 3, 7, 2, 4, 6])

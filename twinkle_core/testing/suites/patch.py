@@ -10,15 +10,25 @@ import pytest
 import torch
 
 from twinkle_core.processors.input import InputProcessor
-from twinkle_core.testing.engines import session_model
+from twinkle_core.testing.engines import ToyEngine
 from twinkle_core.testing.suites.base import Suite, capability
 from twinkle_core.testing.suites.outputs import tiny_lm
 from twinkle_core.testing.toys import random_rows
+from twinkle_core.train.single import SingleAdapter
+from twinkle_core.train.verbs import SessionModel
 
 #: what Python itself writes into classes and modules
 _OWN = frozenset(("__doc__", "__annotations__", "__abstractmethods__", "_abc_impl", "__warningregistry__", "__builtins__"))
 #: classes that no patch is about
 _FOREIGN = (object,)
+
+
+class TinyModel(SessionModel):
+    """A twinkle model over two small layers, in float32. ``module`` is the torch module, as in the backends."""
+
+    def __init__(self) -> None:
+        self.module = tiny_lm(torch.float32)
+        super().__init__(ToyEngine(self.module), SingleAdapter(self.module))
 
 
 class PatchSuite(Suite):
@@ -50,13 +60,18 @@ class PatchSuite(Suite):
         return self.build()
 
     @pytest.fixture
+    def subject(self, patch: Any) -> Any:
+        """The same, by the name that all suites know it by."""
+        return patch
+
+    @pytest.fixture
     def model(self) -> Any:
         """The model it is applied to."""
-        return session_model(tiny_lm(torch.float32))
+        return TinyModel()
 
     def modules(self, model: Any) -> Iterator[tuple[str, torch.nn.Module]]:
-        """Name and module of all torch modules in the model: its own, or those of its engine."""
-        module = model if isinstance(model, torch.nn.Module) else model.engine.module
+        """Name and module of all torch modules in the model: of itself, or of its ``module``."""
+        module = model if isinstance(model, torch.nn.Module) else model.module
         return module.named_modules()  # type: ignore[no-any-return]
 
     def outputs(self, model: Any) -> Any:

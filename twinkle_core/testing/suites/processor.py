@@ -41,6 +41,11 @@ class ProcessorSuite(Suite):
         return self.build()
 
     @pytest.fixture
+    def subject(self, processor: Any) -> Any:
+        """The same, by the name that all suites know it by."""
+        return processor
+
+    @pytest.fixture
     def rows(self) -> Sequence[InputFeature]:
         """Encoded rows; ids of 0 and an end token among them, and a row of one token."""
         return random_rows([5, 3, 7, 2, 4, 1, 6])

@@ -61,6 +61,11 @@ class TemplateSuite(Suite):
         return self.build()
 
     @pytest.fixture
+    def subject(self, template: Any) -> Any:
+        """The same, by the name that all suites know it by."""
+        return template
+
+    @pytest.fixture
     def conversations(self) -> Sequence[Trajectory]:
         """One turn, several turns with a system's, and other scripts, line breaks and signs of Markdown and JSON."""
         return [
