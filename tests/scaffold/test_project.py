@@ -133,7 +133,7 @@ def test_the_metadata_says_what_is_there(generated, kind):
     if (folder / "src" / new.package / "testing.py").is_file():
         points["twinkle.testing"] = {f"{PLURAL[kind]}.{new.package}": f"{new.package}.testing:{new.stem}Suite"}
     assert data["entry-points"] == points
-    assert ("twinkle.testing" in points) == (kind in ("model", "template"))
+    assert ("twinkle.testing" in points) == (kind == "model")
     assert data["name"] == new.distribution and data["dependencies"][0].startswith("twinkle-core")
     home, _, attribute = new.value.partition(":")
     assert (folder / "src" / f"{home.replace('.', '/')}.py").is_file()

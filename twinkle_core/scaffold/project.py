@@ -35,7 +35,7 @@ KINDS = {
     "model": Kind("A model", "from twinkle.model import $cls\n\nmodel = $cls()", suite=True),
     "loss": Kind("A loss", 'model.set_loss("$package")  # or: from twinkle.loss import $cls'),
     "metric": Kind("A metric", 'model.add_metric("$package", is_training=True)  # or: from twinkle.metric import $cls'),
-    "template": Kind("A template", 'model.set_template("$package", model_id="ms://Qwen/Qwen3.5-4B")', "[data]", suite=True),
+    "template": Kind("A template", 'model.set_template("$package", model_id="ms://Qwen/Qwen3.5-4B")', "[data]"),
     "patch": Kind("A patch", 'model.apply_patch("$package")  # or: from twinkle.patch import $cls'),
     "processor": Kind("A processor", 'model.set_processor("$package")  # or: from twinkle.processor import $cls'),
     HOOKS: Kind("Hooks", "from $package.$module import updates  # it listens because it is installed"),
