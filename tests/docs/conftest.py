@@ -228,8 +228,9 @@ def all_pages():
 
 def pytest_generate_tests(metafunc):
     if "path" in metafunc.fixturenames:
-        metafunc.parametrize("path", [pytest.param(p, marks=[pytest.mark.slow] if p in SLOW else []) for p in pages()])
+        slow = SLOW if "page" in metafunc.fixturenames else ()
+        metafunc.parametrize("path", [pytest.param(p, marks=[pytest.mark.slow] if p in slow else []) for p in pages()])
 
 
 #: pages whose blocks take longer than a few seconds
-SLOW: set[str] = set()
+SLOW = {"README.md", "docs/quickstart.md", "docs/write_a_plugin.md"}
