@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from twinkle_core import errors as e
 
-VENV = "/home/me/venv"
+VENV = "/opt/venv"
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,12 +130,12 @@ entry(
     way="See the error that was raised.",
 )
 entry(
-    e.NoSuchPath.missing("./modles/qwen", "/home/me/modles/qwen", "model", ["models"]),
+    e.NoSuchPath.missing("./modles/qwen", "/data/modles/qwen", "model", ["models"]),
     e.NoSuchPath.impossible("a\0b", "data set", "embedded null byte"),
     e.NoSuchPath.empty("data/empty", "json, jsonl, csv, tsv, parquet, arrow"),
     way="Correct the path. Relative paths start at the working folder.",
 )
-entry(e.BareId("Qwen/Qwen3-4B", "model", "/home/me/Qwen/Qwen3-4B"))
+entry(e.BareId("Qwen/Qwen3-4B", "model", "/data/Qwen/Qwen3-4B"))
 entry(e.BadHubId("hf://Qwen", "model"))
 entry(
     e.Unreachable("hf://Qwen/Qwen3-4B", "model", "Hugging Face", False, "[Errno 101] Network is unreachable"),
@@ -364,7 +364,7 @@ entry(e.StrayWord("lr"))
 entry(e.OutputInUse("output/sft", "step-20"))
 entry(e.NoCheckpoint("output/step-99"), way="Name one of the folders in `output_dir`, or none.")
 entry(e.DataOrderChanged("output/step-20", "output/data_order.json", [("seed", 42, 7)]))
-entry(e.CacheNotWritable("/root/.cache/twinkle", "Read-only file system"))
+entry(e.CacheNotWritable("/opt/cache/twinkle", "Read-only file system"))
 entry(
     e.UnsupportedGGUF("model.gguf", "general.architecture is 'gemma3', not 'llama'"),
 )
