@@ -152,6 +152,7 @@ entry(
     e.DataError.argument("batch_size", 0, "a whole number from 1 up"),
     e.DataError.not_rows(0, "a text"),
     e.DataError.keys("AlpacaProcessor", ["instruction"], ["question", "answer"]),
+    e.DataError.key(7),
     e.DataError.value("AlpacaProcessor", "'output'", 7, "a text"),
     e.DataError.half_character("abc\ud83d"),
     e.DataError.unkept("Object of type datetime is not JSON serializable"),
@@ -231,6 +232,10 @@ entry(
     way="Give a list of encoded rows, one collated batch, or a list of conversations.",
 )
 entry(e.LabelsMissing("CrossEntropyLoss", ["input_ids", "length"]))
+entry(
+    e.NotDeclared("AcmeLoss", "entropies", {"logps", "entropies"}, {"logps"}, TypeError("'NoneType' and 'float'"), plain=False),
+    e.NotDeclared("quick", "logps", {"logps"}, {"logits"}, AttributeError("'NoneType' has no attribute 'sum'"), plain=True),
+)
 entry(e.BadGroups("PairLoss", [2, 2], 5), way="Correct `groups()` of the loss, or give it rows that come in whole groups.")
 entry(e.RowsChanged("advantages", 8, 7))
 entry(e.BadLossSetting("CrossEntropyLoss", "label_smoothing", 1.5, "a number, at least 0 and less than 1"))
@@ -295,7 +300,11 @@ entry(
 
 entry(e.Fp8Unavailable())
 entry(e.UnknownModelClass("AutoModelForCasualLM", "AutoModelForCausalLM"))
-entry(e.NoModel("TransformersModel"), way="Name a model: `TransformersModel(model_id='ms://Qwen/Qwen3.5-4B')`.")
+entry(
+    e.NoModel("TransformersModel"),
+    e.NoModel("TransformersModel", ["model"]),
+    way="Name a model: `TransformersModel(model_id='ms://Qwen/Qwen3.5-4B')`.",
+)
 entry(
     e.ModelNotLoaded("models/qwen", "no file named model.safetensors, or pytorch_model.bin, found"),
     why="A folder that the model's library can't load. The text after the colon is the library's own.",
