@@ -113,7 +113,7 @@ def twinkle_checkpoint_loaded(path: str, session: Session) -> None:
 
 @hookspec
 def twinkle_shutdown() -> None:
-    """The process ends, and the interpreter is still whole; or this listener leaves ``listening``. Close what is open."""
+    """The process ends, and the interpreter is still whole; or this listener alone is unregistered. Close what is open."""
 
 
 #: the names of all hooks

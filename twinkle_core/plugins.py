@@ -100,15 +100,25 @@ class Plugins:
         self._listen(Entry(HOOK_MODULES, name, name), plugin)
 
     def unregister(self, name: str) -> None:
-        """Listen no longer. ``name``: as in ``register``; ``distribution/entry`` for an installed module."""
-        self._manager.unregister(name=name)
-        self._entries.pop(name, None)
-        self._records.pop(name, None)
-        self._warned = {(who, what) for who, what in self._warned if who != name}
+        """Tell a listener ``twinkle_shutdown``, and listen no longer. A name that nobody has is no fault.
+
+        Args:
+            name: as in ``register``; ``distribution/entry`` for an installed module.
+        """
+        ends = [i.function for i in self._manager.hook.twinkle_shutdown.get_hookimpls() if i.plugin_name == name]
+        try:
+            for end in ends:
+                end()
+        finally:
+            if self._manager.has_plugin(name):
+                self._manager.unregister(name=name)
+            self._entries.pop(name, None)
+            self._records.pop(name, None)
+            self._warned = {(who, what) for who, what in self._warned if who != name}
 
     @contextmanager
     def listening(self, *listeners: Any) -> Iterator[None]:
-        """Listen with objects inside the block; on leaving, each is told ``twinkle_shutdown`` and listens no more.
+        """Listen with objects inside the block; on leaving, each is told ``twinkle_shutdown`` and listens no longer.
 
         Example::
 
@@ -124,16 +134,8 @@ class Plugins:
                     kind = type(listener).__name__
                     name = next(n for n in chain([kind], (f"{kind} {i}" for i in count(2))) if n not in self._entries)
                     self.register(listener, name)
-                stack.callback(self._dismiss, name)
+                stack.callback(self.unregister, name)
             yield
-
-    def _dismiss(self, name: str) -> None:
-        ends = [i.function for i in self._manager.hook.twinkle_shutdown.get_hookimpls() if i.plugin_name == name]
-        try:
-            for end in ends:
-                end()
-        finally:
-            self.unregister(name)
 
     def components(self, kind: str) -> list[Entry]:
         """What the hook ``twinkle_components`` gives for a kind, with who gave it."""

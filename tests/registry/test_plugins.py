@@ -157,6 +157,10 @@ def test_a_module_of_this_process():
         def twinkle_checkpoint_saved(self, path):
             self.seen.append(path)
 
+        @hookimpl
+        def twinkle_shutdown(self):
+            self.seen.append("end")
+
     watch, plugins = Watch(), Registry(path=()).plugins()
     plugins.register(watch, "watch")
     plugins.hooks().twinkle_checkpoint_saved(path="a", session=None)
@@ -164,9 +168,10 @@ def test_a_module_of_this_process():
         plugins.register(Watch(), "watch")
     assert plugins.components("loss") == []
     plugins.hooks().twinkle_checkpoint_saved(path="b", session=None)
-    plugins.unregister("watch")
+    for _ in range(2):
+        plugins.unregister("watch")
     plugins.hooks().twinkle_checkpoint_saved(path="c", session=None)
-    assert watch.seen == ["a", "b"]
+    assert watch.seen == ["a", "b", "end"]
 
 
 class Told:
