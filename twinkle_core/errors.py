@@ -1081,9 +1081,9 @@ class DataOrderChanged(TwinkleError, ValueError):
     def __init__(self, checkpoint: object, file: object, different: Iterable[tuple[str, object, object]]) -> None:
         lines = "".join(f"\n    {what}: {before!r} before, {now!r} now" for what, before, now in different)
         super().__init__(
-            f"{checkpoint} can't be gone on from: its run drew its rows in another order.{lines}\n"
-            f"    Give what it had. If it is the same data under another name, remove {file}.\n"
-            "    For other data begin a new run, from the trained adapter with adapter.path."
+            f"{checkpoint} can't be gone on from: its run drew other rows, or in another order.{lines}\n"
+            f"    Give what it had. For other data begin a new run, from the trained adapter with adapter.path.\n"
+            f"    To go on all the same, counting rows on from where it was, remove {file}."
         )
 
 

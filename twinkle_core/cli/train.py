@@ -60,4 +60,7 @@ def run(args: argparse.Namespace) -> int:
 
     from twinkle_core.cli import sft, sft_plan
 
-    return sft.run(sft_plan.make(config, source, resume))
+    plan = sft_plan.make(config, source, resume)
+    if resume is not None and plan.resume is None:
+        print(f"{plan.output_dir} holds no checkpoint: the run begins at step 0")
+    return sft.run(plan)
