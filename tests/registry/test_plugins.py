@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import subprocess
 import sys
@@ -110,6 +111,27 @@ def test_a_hook_that_raises_is_one_warning_and_the_others_answer(site, warned, m
     monkeypatch.setenv("TWINKLE_STRICT_PLUGINS", "1")
     with pytest.raises(HookFailed, match="in step"):
         names.plugins().hooks().twinkle_after_step(session=None, result=1)
+
+
+@pytest.mark.parametrize("hook", hookspecs.NAMES)
+def test_each_hook_keeps_failures_apart(hook, warned):
+    """One listener fails before, and one after, one that answers."""
+    plugins = Registry(path=()).plugins()
+
+    def listener(function):
+        return type("Listens", (), {hook: staticmethod(hookimpl(function))})
+
+    def fails():
+        raise ValueError("no")
+
+    plugins.register(listener(fails), "last")
+    plugins.register(listener(lambda: "well"), "good")
+    plugins.register(listener(fails), "first")
+    arguments = dict.fromkeys(inspect.signature(getattr(hookspecs, hook)).parameters)
+    for _ in range(2):
+        assert getattr(plugins.hooks(), hook)(**arguments) == ("well" if hook == "twinkle_resolve" else ["well"])
+    asked = ["first"] if hook == "twinkle_resolve" else ["first", "last"]  # an answer ends the asking
+    assert warned() == [f"listener '{name}' of this process failed in {hook}: ValueError: no" for name in asked]
 
 
 def test_half_registered_names_are_gone(site, warned):

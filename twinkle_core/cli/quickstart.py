@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from twinkle_core import errors, settings
-from twinkle_core.cli import checkpoints, journal, quickstart_model, sft, sft_plan
+from twinkle_core.cli import checkpoints, plot, quickstart_model, sft, sft_plan
 from twinkle_core.cli.quickstart_program import program
 from twinkle_core.config.schema import TrainConfig
+from twinkle_core.listeners import jsonl
 
 if TYPE_CHECKING:
     from twinkle_core.contracts.model import TwinkleModel
@@ -171,8 +172,8 @@ def _dialogue(questions: Sequence[str], answers: Sequence[str]) -> str:
 
 def _leave(plan: sft_plan.Plan, choice: quickstart_model.Choice, adapter: Path) -> None:
     """Draw the loss and say where everything is."""
-    metrics, picture = plan.output_dir / "metrics.jsonl", plan.output_dir / "loss.png"
-    missing = journal.plot(journal.read(metrics), picture, f"{choice.title} learns its name")
+    metrics, picture = plan.output_dir / sft.METRICS, plan.output_dir / "loss.png"
+    missing = plot.draw(jsonl.read(metrics), picture, f"{choice.title} learns its name")
     print(f"Adapter:   {adapter}\nMetrics:   {metrics}\nLoss plot: {f'none: {missing}' if missing else picture}")
 
 

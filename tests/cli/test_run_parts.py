@@ -1,48 +1,22 @@
-"""The bar, the metrics file and the plot; signals; folders of checkpoints."""
+"""The picture of the loss; signals; folders of checkpoints."""
 
 from __future__ import annotations
 
 import builtins
-import json
 import signal
 
 import pytest
 
 from twinkle_core import errors
-from twinkle_core.cli import checkpoints, journal
+from twinkle_core.cli import checkpoints, plot
 from twinkle_core.cli.interrupts import Interrupts
-from twinkle_core.cli.journal import Journal
-
-
-def test_lines_are_json_and_numbers_that_are_not_finite_are_null(tmp_path):
-    with Journal(tmp_path, 2, bar=False) as log:
-        log.tokens(10)
-        log.log(1, 0.5, {"loss": float("nan"), "lr": 1e-3, "step": 77})
-        log.log(2, 1.0, {"loss": 2.0})
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == [1, 2]
-    assert rows[0]["loss"] is None and rows[0]["tokens_per_second"] > 0 and rows[1]["tokens_per_second"] == 0
-
-
-def test_a_resumed_run_drops_the_lines_of_steps_that_it_does_again(tmp_path):
-    with Journal(tmp_path, 5, bar=False) as log:
-        for step in range(1, 5):
-            log.log(step, 0, {"loss": step})
-    with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 5, "lo')  # cut short by a crash
-    with Journal(tmp_path, 5, done=2, bar=False) as log:
-        log.log(3, 0, {"loss": 33})
-    assert [(row["step"], row["loss"]) for row in journal.read(tmp_path / "metrics.jsonl")] == [(1, 1), (2, 2), (3, 33)]
-    with Journal(tmp_path, 5, bar=False):
-        pass
-    assert journal.read(tmp_path / "metrics.jsonl") == []
 
 
 def test_plot_or_the_reason_why_not(tmp_path, monkeypatch):
     rows = [{"step": 1, "loss": 2.0}, {"step": 2, "loss": None}, {"step": 3, "loss": 1.0, "eval_loss": 1.5}]
-    assert journal.plot(rows, tmp_path / "loss.png", "t") is None
+    assert plot.draw(rows, tmp_path / "loss.png", "t") is None
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
-    assert journal.plot([{"step": 1}], tmp_path / "no.png", "t") == "no loss was logged"
+    assert plot.draw([{"step": 1}], tmp_path / "no.png", "t") == "no loss was logged"
     imports = builtins.__import__
 
     def without(name, *rest, **named):
@@ -51,7 +25,7 @@ def test_plot_or_the_reason_why_not(tmp_path, monkeypatch):
         return imports(name, *rest, **named)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    assert journal.plot(rows, tmp_path / "no.png", "t") == "matplotlib is not installed (pip install matplotlib)"
+    assert plot.draw(rows, tmp_path / "no.png", "t") == "matplotlib is not installed (pip install matplotlib)"
     assert not (tmp_path / "no.png").exists()
 
 
