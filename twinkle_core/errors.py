@@ -1059,13 +1059,11 @@ class StrayWord(TwinkleError, ValueError):
 class OutputInUse(TwinkleError, FileExistsError):
     """A new run would mix its checkpoints with another's."""
 
-    def __init__(
-        self,
-        output_dir: object,
-        checkpoint: object,
-        way: str = "Go on with it: --resume. Or begin elsewhere: --output_dir FOLDER.",
-    ) -> None:
-        super().__init__(f"{output_dir} already holds {checkpoint} of another run.\n    {way}")
+    def __init__(self, output_dir: object, checkpoint: object) -> None:
+        super().__init__(
+            f"{output_dir} already holds {checkpoint} of another run.\n"
+            f"    Go on with it: --resume. Or begin elsewhere: --output_dir FOLDER."
+        )
 
 
 class NoCheckpoint(TwinkleError, FileNotFoundError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import signal
+import statistics
 
 import pytest
 
@@ -27,6 +28,22 @@ def test_plot_or_the_reason_why_not(tmp_path, monkeypatch):
     monkeypatch.setattr(builtins, "__import__", without)
     assert plot.draw(rows, tmp_path / "no.png", "t") == "matplotlib is not installed (pip install matplotlib)"
     assert not (tmp_path / "no.png").exists()
+
+
+def test_the_plot_has_a_title_and_a_running_mean(tmp_path, monkeypatch):
+    from matplotlib.figure import Figure
+
+    figures = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
+    rows = [{"step": n, "loss": float(n % 7)} for n in range(1, 61)]
+    assert plot.draw(rows, tmp_path / "loss.png", "tiny on rows") is None
+    (axes,) = figures[0].axes
+    raw, mean = axes.get_lines()
+    assert axes.get_title() == "tiny on rows" and mean.get_label() == "loss, mean of 6 logged"
+    values = [row["loss"] for row in rows]
+    assert list(raw.get_ydata()) == values and raw.get_alpha() < 1
+    assert list(mean.get_ydata()) == [pytest.approx(statistics.fmean(values[max(0, n - 5) : n + 1])) for n in range(60)]
+    assert plot.running_mean([1.0] * 19) == (None, 1)
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

@@ -50,6 +50,29 @@ def test_a_run_leaves_checkpoints_metrics_plot_and_its_configuration(config, twi
     assert "CosineWarmup" in text and "18 rows, 9 steps an epoch, 5 steps in all" in text
 
 
+WARNS = """
+import warnings
+from twinkle_core.losses.cross_entropy import CrossEntropyLoss
+
+class Warns(CrossEntropyLoss):
+    def __call__(self, inputs, outputs):
+        warnings.warn_explicit("old name", FutureWarning, "other.py", 1, module="peft.utils.other")
+        warnings.warn_explicit("mine", FutureWarning, "warns.py", 1, module="warns")
+        return super().__call__(inputs, outputs)
+"""
+
+
+def test_without_a_terminal_output_is_lines_and_libraries_notices_stay_theirs(config, tmp_path):
+    (tmp_path / "warns.py").write_text(WARNS)
+    command = [sys.executable, "-m", "twinkle", "train", config(loss="warns:Warns", training={"max_steps": 2})]
+    there = {**os.environ, "PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=there, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "\r" not in done.stdout + done.stderr and "examples/s" not in done.stderr
+    assert "FutureWarning: mine" in done.stderr and "old name" not in done.stderr
+    assert "step 2 of 2: loss=" in done.stderr
+
+
 def test_listeners_see_the_configuration_before_the_run(config, twinkle):
     """And each step of it, in order."""
     seen = []

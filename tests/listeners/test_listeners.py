@@ -88,7 +88,9 @@ def test_one_adapter_of_several(tmp_path):
     assert (len(lines(tmp_path / "a.jsonl")), len(lines(tmp_path / "all.jsonl"))) == (1, 3)
 
 
-def test_rank_0_alone_writes_and_draws(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("tty", [True, False])
+def test_rank_0_alone_writes_and_draws(tmp_path, monkeypatch, capsys, tty):
+    monkeypatch.setattr("sys.stderr.isatty", lambda: tty)
     monkeypatch.setenv("RANK", "1")
     with listening(JsonLinesWriter(tmp_path / "x/m.jsonl"), ProgressBar(total=2)):
         train(model(), 2)
@@ -114,7 +116,23 @@ def test_a_file_that_cannot_be_written_is_told_before_training(tmp_path):
         JsonLinesWriter(tmp_path / "m.jsonl")
 
 
-def test_the_bar_shows_what_was_read(capsys):
+def test_where_there_is_no_terminal_progress_is_a_line_now_and_then(capsys, monkeypatch):
+    built = model()
+    with listening(ProgressBar(total=5)):
+        numbers = train(built, 5)
+    written = capsys.readouterr()
+    assert "\r" not in written.err and written.out == ""
+    first, last = written.err.splitlines()
+    assert first == f"step 1 of 5: loss={numbers[0]['loss']:.3f}, lr=1.0e-02"
+    assert last.startswith(f"step 5 of 5: loss={numbers[4]['loss']:.3f}, lr=1.0e-02, tok/s=")
+    monkeypatch.setattr(ProgressBar, "every", 0.0)
+    with listening(ProgressBar()):
+        train(built, 3)
+    assert [line[: line.index(":")] for line in capsys.readouterr().err.splitlines()] == ["step 1", "step 2", "step 3"]
+
+
+def test_the_bar_shows_what_was_read(capsys, monkeypatch):
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     built = model()
     with listening(ProgressBar(total=6, done=1)):
         numbers = train(built, 4)
@@ -130,7 +148,8 @@ def test_the_bar_shows_what_was_read(capsys):
     assert train(built, 1) and capsys.readouterr().err == ""  # its block is over
 
 
-def test_windows_that_were_skipped_count_too(capsys):
+def test_windows_that_were_skipped_count_too(capsys, monkeypatch):
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     built = model()
     with listening(ProgressBar(total=2)):
         built.forward_backward([{"input_ids": [1, 2], "labels": [-100, -100]}])
@@ -139,7 +158,9 @@ def test_windows_that_were_skipped_count_too(capsys):
     assert "2/2" in capsys.readouterr().err
 
 
-def test_a_bar_that_is_not_to_be_shown(capsys):
+@pytest.mark.parametrize("tty", [True, False])
+def test_a_bar_that_is_not_to_be_shown(capsys, monkeypatch, tty):
+    monkeypatch.setattr("sys.stderr.isatty", lambda: tty)
     with listening(ProgressBar(total=2, shown=False)):
         train(model(), 2)
     assert capsys.readouterr().err == ""

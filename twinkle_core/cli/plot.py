@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 
+def running_mean(values: Sequence[float]) -> tuple[list[float] | None, int]:
+    """The mean of each value with those before it, a tenth of the curve at most; None for a curve too short to smooth."""
+    window = len(values) // 10
+    if window < 2:
+        return None, window
+    spans = (values[max(0, end - window) : end] for end in range(1, len(values) + 1))
+    return [sum(span) / len(span) for span in spans], window
+
+
 def draw(rows: Iterable[Mapping[str, Any]], path: Path, title: str) -> str | None:
-    """Draw loss (and evaluation loss) over steps into a PNG.
+    """Draw loss (and evaluation loss) over steps into a PNG; a long curve of the loss pale, with its running mean over it.
 
     Returns:
         None, or why there is no plot: matplotlib is not installed, or nothing was logged.
@@ -24,8 +33,14 @@ def draw(rows: Iterable[Mapping[str, Any]], path: Path, title: str) -> str | Non
     figure = Figure(figsize=(7, 4), layout="constrained")  # without pyplot: no window, no state of the process's
     axes = figure.subplots()
     for name, points in curves.items():
-        if points:
-            axes.plot(*zip(*points, strict=True), marker="o" if len(points) < 40 else None, markersize=3, label=name)
+        if not points:
+            continue
+        steps, values = zip(*points, strict=True)
+        mean, window = running_mean(values) if name == "loss" else (None, 0)
+        alpha = 0.3 if mean is not None else None
+        line = axes.plot(steps, values, marker="o" if len(points) < 40 else None, markersize=3, label=name, alpha=alpha)[0]
+        if mean is not None:
+            axes.plot(steps, mean, color=line.get_color(), linewidth=2, label=f"{name}, mean of {window} logged")
     axes.set(xlabel="step (updates of the weights)", ylabel="loss (nats a token)", title=title)
     axes.grid(alpha=0.3)
     axes.legend()

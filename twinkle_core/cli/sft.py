@@ -74,29 +74,36 @@ def run(plan: sft_plan.Plan, say: Callable[[str], None] = print, bar: bool = Tru
     save_steps, limit = plan.config.training.save_steps, plan.config.training.save_total_limit
     saved = current.step
 
-    def save() -> None:
+    def keep() -> None:
         nonlocal saved
-        path = current.model.save(
-            checkpoints.name_of(current.step),
-            plan.output_dir,
-            save_optimizer=True,
-            consumed_train_samples=current.loader.get_state()["consumed_train_samples"],
-        )
+        path = save(current, checkpoints.name_of(current.step))
         checkpoints.rotate(plan.output_dir, limit)
         saved = current.step
         progress.note(f"saved {path}")
 
     def each_step() -> None:
         if save_steps is not None and current.step % save_steps == 0:
-            save()
+            keep()
 
     say(current.model.get_train_configs())
-    status = loop(current, each_step, lambda: None if saved == current.step else save(), bar=bar)
-    missing = plot.draw(jsonl.read(plan.output_dir / METRICS), plan.output_dir / "loss.png", plan.config.model.id)
+    status = loop(current, each_step, lambda: None if saved == current.step else keep(), bar=bar)
+    missing = plot.draw(jsonl.read(plan.output_dir / METRICS), plan.output_dir / "loss.png", title(plan.config))
     say(f"no loss plot: {missing}" if missing else f"loss plot: {plan.output_dir / 'loss.png'}")
     if status:
         say(f"stopped after step {current.step} of {current.total}; go on with --resume")
     return status
+
+
+def save(current: Run, name: str, *, resumable: bool = True) -> str:
+    """A checkpoint in the run's folder, with how far the data is read. Returns its path."""
+    consumed = current.loader.get_state()["consumed_train_samples"]
+    return current.model.save(name, current.plan.output_dir, save_optimizer=resumable, consumed_train_samples=consumed)
+
+
+def title(config: TrainConfig) -> str:
+    """Of the plot: what was trained on what."""
+    names = [part.rstrip("/").rpartition("/")[2] for part in (config.model.id, *(dataset.id for dataset in config.dataset))]
+    return f"{names[0]} ({'LoRA' if config.adapter is not None else 'all weights'}) on {', '.join(names[1:])}"
 
 
 def _nothing_to_do(start: resume.Start, total: int, say: Callable[[str], None]) -> int:
