@@ -297,6 +297,14 @@ def test_what_the_folder_tells_is_told_before_data_and_model_are_loaded(
     assert status == 1 and told in text
 
 
+def test_another_name_of_the_model_is_told_first(config, twinkle, tmp_path, tiny):
+    (tmp_path / "same").symlink_to(tiny)
+    twinkle("train", config(training={"max_steps": 1}))
+    words = ["--resume", "--training.max_steps", 2]
+    status, text = twinkle("train", config(), *words, "--model.id", tmp_path / "same")
+    assert status == 0 and f"checkpoint-1 was trained from the model {tiny}, and {tmp_path / 'same'} is given" in text
+
+
 def test_a_folder_of_checkpoints_is_answered_with_the_newest(config, twinkle, tmp_path):
     twinkle("train", config(training={"max_steps": 1}))
     status, text = twinkle("train", config(), "--resume", tmp_path / "out")
@@ -484,6 +492,25 @@ def test_the_schema_is_printed_in_both_places(twinkle, config):
     status, text = twinkle("train", "--schema")
     assert status == 0 and json.loads(text)["title"] == "TrainConfig"
     assert twinkle("train", config(), "--schema")[1] == text
+
+
+def test_every_field_of_the_schema_is_described(twinkle):
+    schema = json.loads(twinkle("train", "--schema")[1])
+    models = {"TrainConfig": schema, **schema["$defs"]}
+    bare = [
+        f"{m}.{f}" for m, model in models.items() for f, field in model["properties"].items() if not field.get("description")
+    ]
+    assert len(models) > 7 and not bare
+
+
+def test_the_help_says_what_is_written_how_to_override_to_resume_and_how_it_ends(config, twinkle, tmp_path):
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    status, text = twinkle("train", config(training={"max_steps": 1}), "--help")
+    assert status == 0 and all(f"\n{part}\n" in text for part in ("Override", "Resume", "Written to output_dir", "Exit status"))
+    twinkle("train", config(training={"max_steps": 1}))
+    names = [p.name.replace("checkpoint-1", "checkpoint-N") for p in (tmp_path / "out").iterdir()]
+    assert all(f"  {name} " in text for name in names), names
 
 
 def test_traceback_raises(config):
