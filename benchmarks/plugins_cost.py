@@ -3,8 +3,8 @@
     python benchmarks/plugins_cost.py
 
 ``twinkle plugins`` runs over 150 generated distributions beside those of this environment. Six have components, and two of
-these a hook module. Measured is the CPU time of the command and of its children, should it start some; the median of several runs
-counts.
+these a hook module. Measured is the CPU time of the command and of its children, should it start some; the median of several
+runs counts.
 
 Hooks without listeners are measured on a training step of a model so tiny that whatever surrounds its arithmetic shows, in two
 ways: the time of one call, multiplied by the calls of a step; and steps as they are against steps in which ``hooks()`` gives a

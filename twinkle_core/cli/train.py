@@ -23,7 +23,7 @@ Resume
 
 Written to output_dir
   checkpoint-N     weights and all that --resume needs: each training.save_steps, at the end, and where a signal stops it
-  metrics.jsonl    a line each training.logging_steps
+  metrics.jsonl    a line each training.logging_steps, and one for each evaluation
   loss.png         the loss over the steps (needs matplotlib)
   config.yaml      what was really used, options included; twinkle train reads it
   data_order.json  what fixes which row comes when: a resumed run must have the same
