@@ -8,8 +8,8 @@ runs counts.
 
 Hooks without listeners are measured on a training step of a model so tiny that whatever surrounds its arithmetic shows, in two
 ways: the time of one call, multiplied by the calls of a step; and steps as they are against steps in which ``hooks()`` gives a
-caller that does nothing, by turns in one process. The time of a step varies by far more than the bound, and other processes only
-lengthen it, so the second counts CPU time, and compares the two at their fastest tenth.
+caller that does nothing, by turns in one process. The time of a step varies by far more than the bound, and other processes
+only lengthen it, so the second counts CPU time, and compares the two at their fastest tenth.
 
 Exits with 1 when a bound is broken.
 """
@@ -34,7 +34,7 @@ from twinkle_core.testing.distributions import write_distribution
 
 DISTRIBUTIONS, HOOK_MODULES, RUNS = 150, 2, 9
 COMMAND_SECONDS = 0.3
-PAIRS, WARM_UP = 1500, 50
+PAIRS, WARM_UP = 3000, 50
 SHARE = 0.01
 
 HOOKS = "from twinkle_core import hookimpl\n\n\n@hookimpl\ndef twinkle_report_header():\n    return 'well'\n"
