@@ -420,6 +420,10 @@ class DataError(TwinkleError, ValueError):
         return cls(f"it holds half a character (a lone surrogate), which is no text: ...{text!a}... Repair or drop the row.")
 
     @classmethod
+    def key(cls, key: object) -> DataError:
+        return cls(f"its key {key!r:.80} is a {type(key).__name__}, and a row's keys are texts. Write {str(key)!r:.80} for it.")
+
+    @classmethod
     def unkept(cls, cause: object) -> DataError:
         return cls(f"it can't be kept as JSON: {cause}")
 
@@ -699,6 +703,26 @@ class LabelsMissing(TwinkleError, ValueError):
         )
 
 
+class NotDeclared(TwinkleError, TypeError):
+    """A loss that failed after it had read an output that it does not declare, so that nobody computed it.
+
+    ``read``: all that it had read till then. ``plain``: it is a function.
+    """
+
+    def __init__(
+        self, loss: str, missing: str, read: Iterable[str], needs: Iterable[str], cause: BaseException, *, plain: bool
+    ) -> None:
+        wanted = "{" + ", ".join(repr(name) for name in sorted(read)) + "}"
+        name = loss if loss.isidentifier() else "function"
+        way = f"before set_loss: {name}.needs = {wanted}" if plain else f"in its class: needs = frozenset({wanted})"
+        default = " (all that a function gets which declares nothing)" if plain and set(needs) == {"logits"} else ""
+        super().__init__(
+            f"{loss} read outputs.{missing}, which was not computed: its needs are {_listed(sorted(needs))}{default}.\n"
+            f"    declare what it reads {way}\n"
+            f"    what failed: {type(cause).__name__}: {cause}"
+        )
+
+
 class BadGroups(TwinkleError, ValueError):
     """A loss whose groups don't cover the rows."""
 
@@ -739,7 +763,8 @@ class BadLossWeight(TwinkleError, ValueError):
 
     def __init__(self, weight: float) -> None:
         super().__init__(
-            f"the weight of the window is {weight}: a loss must return how many items its sum is over, 0 or more.\n"
+            f"the weight of the window is {weight} (nan also where one call's was negative): a loss must return how many items "
+            f"its sum is over, 0 or more.\n"
             f"    weights and optimizer are unchanged; the accumulation window was dropped"
         )
 
@@ -892,9 +917,12 @@ class UnknownModelClass(TwinkleError, LookupError):
 class NoModel(TwinkleError, ValueError):
     """A constructor without a model to load or build."""
 
-    def __init__(self, owner: str) -> None:
+    def __init__(self, owner: str, given: Iterable[str] = ()) -> None:
+        words = [f"{name}=..." for name in given]
+        instead = f"\n    what it was given beside its own parameters, {', '.join(words)}, names no model" if words else ""
         super().__init__(
             f"{owner} needs model_id=... (a folder, 'ms://...' or 'hf://...') or config=... for a model with random weights"
+            f"{instead}"
         )
 
 
