@@ -229,13 +229,19 @@ class BadHook(TwinkleError):
 
 
 class HookFailed(TwinkleError):
-    """A hook module that can't be loaded or a hook that raised; a warning, or raised with TWINKLE_STRICT_PLUGINS=1."""
+    """A hook module that can't be loaded or a hook that raised; a warning, or raised with TWINKLE_STRICT_PLUGINS=1.
+
+    ``distribution``: its name and version; empty for a listener of this process.
+    """
 
     def __init__(self, entry: str, distribution: str, what: str, cause: BaseException) -> None:
         why = f"{type(cause).__name__}: {' '.join(str(cause).split())}"
         self.entry, self.distribution, self.why = entry, distribution, why
-        off = f"switch it off: TWINKLE_DISABLE_PLUGINS={distribution.split()[0]}"
-        super().__init__(f"plugin '{entry}' from {distribution} {what}: {why} ({off})")
+        if distribution:
+            off = f"switch it off: TWINKLE_DISABLE_PLUGINS={distribution.split()[0]}"
+            super().__init__(f"plugin '{entry}' from {distribution} {what}: {why} ({off})")
+        else:
+            super().__init__(f"listener '{entry}' of this process {what}: {why}")
 
 
 class WorkerMismatch(TwinkleError, RuntimeError):
