@@ -103,6 +103,7 @@ entry(
 )
 entry(
     e.HookFailed("acme", "acme-losses 1.2", "raised in twinkle_after_step", ValueError("no run is active")),
+    e.HookFailed("Norms", "", "raised in twinkle_after_step", ValueError("no run is active")),
     why="A hook module can't be loaded, or a hook raised. Normally a warning, and the training goes on. With "
     "`TWINKLE_STRICT_PLUGINS=1` it is raised.",
 )
@@ -119,6 +120,11 @@ entry(
     e.BadMesh.divides("tp_size", 3, "world size", 8),
     e.BadMesh.rank(9, 8),
     e.BadMesh.group("ranks", "four", "a positive number, or a list of different ranks"),
+)
+entry(
+    e.RankFailed(1, 2, "ended with status 1", "Traceback (most recent call last):\n...\nValueError: no such layer"),
+    why="A compliance suite ran a model in several processes. What follows is the end of what that process wrote.",
+    way="Mend what the traceback shows.",
 )
 entry(e.AlreadyInitialized({"mode": "local", "seed": 1}, {"mode": "local", "seed": 2}))
 
