@@ -6,6 +6,7 @@ python cookbook/sft_lora_loop.py [--model ms://… | hf://… | FOLDER] [--outpu
 """
 
 import argparse
+from pathlib import Path
 
 from peft import LoraConfig
 
@@ -14,8 +15,8 @@ from twinkle.dataloader import DataLoader
 from twinkle.dataset import Dataset, DatasetMeta
 from twinkle.model import TransformersModel
 from twinkle.preprocessor import SelfCognitionProcessor
-from twinkle_core.cli.quickstart_model import bundled_set, choose
 
+DATA = str(Path(__file__).parents[1] / "twinkle_core/data/bundled/self_cognition.jsonl")
 WINDOW = 2  # batches of a step
 EVALUATE_AND_SAVE = 10  # each so many steps
 
@@ -38,23 +39,22 @@ def evaluate(model: TransformersModel, dataloader: DataLoader) -> dict[str, floa
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--model")
+    parser.add_argument("--model", default="hf://HuggingFaceTB/SmolLM2-135M-Instruct", help="ms://…, hf://… or a folder")
     parser.add_argument("--output", default="output/sft_lora_loop")
     parser.add_argument("--resume", metavar="FOLDER")
     args = parser.parse_args()
-    model_id = choose(args.model).id
 
     twinkle.initialize(seed=42)
-    dataloader = DataLoader(load(model_id, DatasetMeta(str(bundled_set()))), batch_size=2, shuffle=True, seed=42)
-    held_out = DataLoader(load(model_id, DatasetMeta(str(bundled_set()), data_slice=range(8))), batch_size=8)
+    dataloader = DataLoader(load(args.model, DatasetMeta(DATA)), batch_size=2, shuffle=True, seed=42)
+    held_out = DataLoader(load(args.model, DatasetMeta(DATA, data_slice=range(8))), batch_size=8)
     steps = len(dataloader) // WINDOW
 
-    model = TransformersModel(model_id=model_id, mixed_precision="no")
+    model = TransformersModel(model_id=args.model, mixed_precision="no")
     model.add_adapter_to_model("default", LoraConfig(r=8, lora_alpha=16, target_modules="all-linear"))
-    model.set_template("chat", model_id=model_id)  # for generate(); the rows above are encoded already
+    model.set_template("chat", model_id=args.model)  # for generate(); the rows above are encoded already
     model.set_loss("cross_entropy")
     model.set_optimizer("adamw", lr=1e-3)
-    model.set_lr_scheduler("cosine_warmup", num_warmup_steps=1, num_training_steps=steps)
+    model.set_lr_scheduler("cosine_warmup", num_warmup_steps=0, num_training_steps=steps)
     model.add_metric("loss")
     model.add_metric("accuracy")
     print(model.get_train_configs())

@@ -417,6 +417,10 @@ class DataError(TwinkleError, ValueError):
         return cls(f"it holds half a character (a lone surrogate), which is no text: ...{text!a}... Repair or drop the row.")
 
     @classmethod
+    def key(cls, key: object) -> DataError:
+        return cls(f"its key {key!r:.80} is a {type(key).__name__}, and a row's keys are texts. Write {str(key)!r:.80} for it.")
+
+    @classmethod
     def unkept(cls, cause: object) -> DataError:
         return cls(f"it can't be kept as JSON: {cause}")
 
@@ -696,6 +700,26 @@ class LabelsMissing(TwinkleError, ValueError):
         )
 
 
+class NotDeclared(TwinkleError, TypeError):
+    """A loss that failed after it had read an output that it does not declare, so that nobody computed it.
+
+    ``read``: all that it had read till then. ``plain``: it is a function.
+    """
+
+    def __init__(
+        self, loss: str, missing: str, read: Iterable[str], needs: Iterable[str], cause: BaseException, *, plain: bool
+    ) -> None:
+        wanted = "{" + ", ".join(repr(name) for name in sorted(read)) + "}"
+        name = loss if loss.isidentifier() else "function"
+        way = f"before set_loss: {name}.needs = {wanted}" if plain else f"in its class: needs = frozenset({wanted})"
+        default = " (all that a function gets which declares nothing)" if plain and set(needs) == {"logits"} else ""
+        super().__init__(
+            f"{loss} read outputs.{missing}, which was not computed: its needs are {_listed(sorted(needs))}{default}.\n"
+            f"    declare what it reads {way}\n"
+            f"    what failed: {type(cause).__name__}: {cause}"
+        )
+
+
 class BadGroups(TwinkleError, ValueError):
     """A loss whose groups don't cover the rows."""
 
@@ -736,7 +760,8 @@ class BadLossWeight(TwinkleError, ValueError):
 
     def __init__(self, weight: float) -> None:
         super().__init__(
-            f"the weight of the window is {weight}: a loss must return how many items its sum is over, 0 or more.\n"
+            f"the weight of the window is {weight} (nan also where one call's was negative): a loss must return how many items "
+            f"its sum is over, 0 or more.\n"
             f"    weights and optimizer are unchanged; the accumulation window was dropped"
         )
 
@@ -889,9 +914,12 @@ class UnknownModelClass(TwinkleError, LookupError):
 class NoModel(TwinkleError, ValueError):
     """A constructor without a model to load or build."""
 
-    def __init__(self, owner: str) -> None:
+    def __init__(self, owner: str, given: Iterable[str] = ()) -> None:
+        words = [f"{name}=..." for name in given]
+        instead = f"\n    what it was given beside its own parameters, {', '.join(words)}, names no model" if words else ""
         super().__init__(
             f"{owner} needs model_id=... (a folder, 'ms://...' or 'hf://...') or config=... for a model with random weights"
+            f"{instead}"
         )
 
 
@@ -1101,13 +1129,11 @@ class StrayWord(TwinkleError, ValueError):
 class OutputInUse(TwinkleError, FileExistsError):
     """A new run would mix its checkpoints with another's."""
 
-    def __init__(
-        self,
-        output_dir: object,
-        checkpoint: object,
-        way: str = "Go on with it: --resume. Or begin elsewhere: --output_dir FOLDER.",
-    ) -> None:
-        super().__init__(f"{output_dir} already holds {checkpoint} of another run.\n    {way}")
+    def __init__(self, output_dir: object, checkpoint: object) -> None:
+        super().__init__(
+            f"{output_dir} already holds {checkpoint} of another run.\n"
+            f"    Go on with it: --resume. Or begin elsewhere: --output_dir FOLDER."
+        )
 
 
 class NoCheckpoint(TwinkleError, FileNotFoundError):
@@ -1123,9 +1149,9 @@ class DataOrderChanged(TwinkleError, ValueError):
     def __init__(self, checkpoint: object, file: object, different: Iterable[tuple[str, object, object]]) -> None:
         lines = "".join(f"\n    {what}: {before!r} before, {now!r} now" for what, before, now in different)
         super().__init__(
-            f"{checkpoint} can't be gone on from: its run drew its rows in another order.{lines}\n"
-            f"    Give what it had. If it is the same data under another name, remove {file}.\n"
-            "    For other data begin a new run, from the trained adapter with adapter.path."
+            f"{checkpoint} can't be gone on from: its run drew other rows, or in another order.{lines}\n"
+            f"    Give what it had. For other data begin a new run, from the trained adapter with adapter.path.\n"
+            f"    To go on all the same, counting rows on from where it was, remove {file}."
         )
 
 

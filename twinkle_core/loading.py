@@ -118,6 +118,11 @@ def _provides(requirement: str, library: str) -> bool:
 # ------------------------------------------------------------------------------------------------------- contracts
 
 
+def keeps(cls: type, contract: type) -> bool:
+    """Whether a class derives from a contract and leaves nothing of it open."""
+    return issubclass(cls, contract) and not lacking(cls, contract)
+
+
 def lacking(cls: type, contract: type) -> list[str]:
     """Methods of a contract that a class leaves open, as ``__call__(inputs, outputs)``."""
     missing = []

@@ -268,11 +268,11 @@ class Registry:
 
     def _keep(self, kind: str, spec: Any, cls: type, contract: type) -> None:
         """Raise NotA unless ``cls`` derives from ``contract`` and leaves nothing of it open."""
-        lacks = loading.lacking(cls, contract)
-        if issubclass(cls, contract) and not lacks:
+        if loading.keeps(cls, contract):
             return
         entry = self._search(kind, spec) if isinstance(spec, str) and ":" not in spec else None
         label = entry.label if entry is not None else f"{kind} {cls.__module__}.{cls.__qualname__}"
+        lacks = loading.lacking(cls, contract)
         raise NotA(label, contract.__name__, lacks, entry.dist if entry is not None else "")
 
     # ------------------------------------------------------------------------------------------------ safety and records

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 COOKBOOK = Path(__file__).parents[2] / "cookbook"
 
@@ -21,7 +24,14 @@ def _weights(folder: Path) -> bytes:
     return (folder / "adapter_model.safetensors").read_bytes()
 
 
-def test_three_heights_give_the_same_weights_and_resuming_too(tiny, tmp_path, twinkle):
+@pytest.mark.parametrize("file", sorted(COOKBOOK.glob("*.py")), ids=lambda path: path.name)
+def test_only_public_names_are_imported(file):
+    imports = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Import | ast.ImportFrom)]
+    names = [node.module if isinstance(node, ast.ImportFrom) else node.names[0].name for node in imports]
+    assert names and not [name for name in names if name.startswith("twinkle_core")]
+
+
+def test_three_heights_give_the_same_weights_and_resuming_too(tiny, tmp_path, twinkle, lines):
     basic = _run("sft_lora_basic.py", "--model", tiny, "--output", tmp_path / "basic")
     loop = _run("sft_lora_loop.py", "--model", tiny, "--output", tmp_path / "loop")
     status, text = twinkle("train", COOKBOOK / "sft.yaml", "--model.id", tiny, "--output_dir", tmp_path / "yaml")
@@ -31,4 +41,9 @@ def test_three_heights_give_the_same_weights_and_resuming_too(tiny, tmp_path, tw
     assert "step 24/24" in loop and "eval" in loop and "step 21/24" in resumed and "step 20/24" not in resumed
     same = {_weights(tmp_path / name) for name in ("basic/last", "loop/last", "yaml/checkpoint-24", "r/last")}
     assert len(same) == 1
-    assert sorted(path.name for path in (tmp_path / "yaml").glob("checkpoint-*")) == ["checkpoint-20", "checkpoint-24"]
+    written = sorted(path.name for path in (tmp_path / "yaml").iterdir())
+    assert written[:2] == ["checkpoint-20", "checkpoint-24"]
+    readme = (COOKBOOK / "README.md").read_text(encoding="utf-8")
+    assert all(f"output_dir/{name}`" in readme for name in written[2:]), written
+    rates = [row["lr"] for row in lines(tmp_path / "yaml/metrics.jsonl")]
+    assert rates[0] == 1e-3 and all(rate > 0 for rate in rates)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import json
 import signal
+import statistics
 
 import pytest
 
@@ -53,6 +54,39 @@ def test_plot_or_the_reason_why_not(tmp_path, monkeypatch):
     monkeypatch.setattr(builtins, "__import__", without)
     assert journal.plot(rows, tmp_path / "no.png", "t") == "matplotlib is not installed (pip install matplotlib)"
     assert not (tmp_path / "no.png").exists()
+
+
+def test_where_there_is_no_terminal_progress_is_a_line_now_and_then(tmp_path, capsys, monkeypatch):
+    with Journal(tmp_path, 50) as log:
+        for step in range(1, 51):
+            log.step()
+            log.log(step, 0, {"loss": 1.5, "lr": 1e-3})
+    written = capsys.readouterr()
+    assert "\r" not in written.err and written.out == ""
+    assert [line[: line.index(":")] for line in written.err.splitlines()] == ["step 1 of 50", "step 50 of 50"]
+    assert "loss=1.500, lr=1.0e-03, tok/s=0" in written.err
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    with Journal(tmp_path, 2) as log:
+        log.step()
+        log.log(1, 0, {"loss": 1.5})
+    drawn = capsys.readouterr().err
+    assert "\r" in drawn and "loss=1.500" in drawn and "step 1 of" not in drawn
+
+
+def test_the_plot_has_a_title_and_a_running_mean(tmp_path, monkeypatch):
+    from matplotlib.figure import Figure
+
+    figures = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
+    rows = [{"step": n, "loss": float(n % 7)} for n in range(1, 61)]
+    assert journal.plot(rows, tmp_path / "loss.png", "tiny on rows") is None
+    (axes,) = figures[0].axes
+    raw, mean = axes.get_lines()
+    assert axes.get_title() == "tiny on rows" and mean.get_label() == "loss, mean of 6 logged"
+    values = [row["loss"] for row in rows]
+    assert list(raw.get_ydata()) == values and raw.get_alpha() < 1
+    assert list(mean.get_ydata()) == [pytest.approx(statistics.fmean(values[max(0, n - 5) : n + 1])) for n in range(60)]
+    assert journal.running_mean([1.0] * 19) == (None, 1)
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
+import subprocess
 import sys
 import time
 
 import pytest
 
-from twinkle_core import plugins, registry
+from twinkle_core import Loss, plugins, registry
 from twinkle_core.cli import doctor, probe, show
 from twinkle_core.cli.main import main
-from twinkle_core.errors import BadReference
+from twinkle_core.errors import BadReference, NotA
 from twinkle_core.index import Entry
+from twinkle_core.names import CONTRACTS
 from twinkle_core.testing.distributions import write_distribution
+
+PATCH = """
+from twinkle_core import Patch as Contract
+class Patch(Contract):
+    def apply(self, model): pass
+    def undo(self, model): pass
+"""
 
 
 @pytest.fixture
@@ -44,16 +54,64 @@ def test_the_table(capsys):
     assert not any(line.startswith("loss") for line in lines)
 
 
-def test_first_party_that_is_absent_is_named_with_its_command(capsys):
-    main(["plugins", "--kind", "model"])
-    assert "    pip install twinkle-megatron  # model 'megatron'" in capsys.readouterr().out
-
-
-def test_without_load_nothing_is_imported(installed, capsys):
-    installed("acme", entry_points={"losses": {"shiny": "acme_unimported:ShinyLoss"}}, modules={"acme_unimported.py": "1/0"})
+def test_without_load_nothing_is_imported_here_or_elsewhere(installed, capsys, tmp_path):
+    """Not even hook modules in a child process; and the list says so, and how to check."""
+    entries = {"losses": {"shiny": "acme_unimported:ShinyLoss"}, "plugins": {"acme": "acme_unimported"}}
+    source = f"open({str(tmp_path / 'imported')!r}, 'w')"
+    installed("acme", entry_points=entries, modules={"acme_unimported.py": source})
     status, rows, _ = shown(capsys)
-    assert (status, rows["loss", "shiny"]["state"]) == (0, "installed")
-    assert "acme_unimported" not in sys.modules
+    assert (status, rows["loss", "shiny"]["state"], rows["plugins", "acme"]["state"]) == (0, "installed", "installed")
+    main(["plugins"])
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("Nothing was imported") and "twinkle plugins --load" in last
+    assert not (tmp_path / "imported").exists()
+
+
+def test_what_nobody_can_install_yet_is_not_advertised(capsys):
+    main(["plugins"])
+    assert "pip install" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["plugins", "show", "doctor", "train", "quickstart"])
+def test_help_speaks_to_users(command, capsys):
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    text = capsys.readouterr().out
+    assert "(L0" not in text and "``" not in text
+    if command == "plugins":
+        assert f"longer than {probe.TIMEOUT:.0f} s" in " ".join(text.split())
+
+
+def test_load_compares_each_class_with_its_kinds_contract(installed, capsys):
+    """As the registry does when it is built; a loss may be a plain function."""
+    source = (
+        "from twinkle_core import Loss\nclass Half(Loss): pass\nclass Foreign: pass\n"
+        "class Whole(Loss):\n    def __call__(self, inputs, outputs): pass\ndef plain(inputs, outputs): pass\n"
+    )
+    names = ("Half", "Foreign", "Whole", "plain")
+    installed("acme", entry_points={"losses": {n: f"acme_kinds:{n}" for n in names}}, modules={"acme_kinds.py": source})
+    status, rows, _ = shown(capsys, "--kind", "loss", "--load")
+    states = {name: rows["loss", name]["state"] for name in names}
+    assert status == 0 and states == {"Half": "broken", "Foreign": "broken", "Whole": "ok", "plain": "ok"}
+    with pytest.raises(NotA) as told:
+        registry.build("loss", "acme/Half", {}, contract=Loss)
+    assert rows["loss", "Half"]["why"] == str(told.value) and "it lacks __call__(inputs, outputs)" in str(told.value)
+    first_party = [row for (_, _), row in rows.items() if row["distribution"] == "twinkle-core"]
+    assert first_party and all(row["state"] == "ok" for row in first_party)
+
+
+@pytest.mark.parametrize("kind", sorted(CONTRACTS))
+def test_all_of_twinkles_own_keep_their_contracts(kind, capsys):
+    _, rows, _ = shown(capsys, "--kind", kind, "--load")
+    own = {name: row["why"] for (_, name), row in rows.items() if row["distribution"].startswith("twinkle-")}
+    assert not any(own.values()), own
+    assert len(own) == len([e for e in registry.index().of(kind) if e.first_party]), own
+
+
+def test_a_terminal_is_told_what_is_waited_for(monkeypatch, capsys):
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    main(["plugins", "--kind", "runtime", "--load"])
+    assert "checking 1 of " in capsys.readouterr().err
 
 
 def test_load_tells_what_is_broken(installed, capsys):
@@ -63,8 +121,8 @@ def test_load_tells_what_is_broken(installed, capsys):
         modules={
             "acme_raises.py": "raise ImportError('libfoo missing')",
             "acme_exits.py": "import os; os._exit(3)",
-            "acme_loud.py": "import os; os.write(1, b'noise\\n'); print('more'); class_ = 1\nclass Patch: pass",
-            "acme_fine.py": "class Patch: pass",
+            "acme_loud.py": f"import os; os.write(1, b'noise\\n'); print('more')\n{PATCH}",
+            "acme_fine.py": PATCH,
         },
     )
     status, rows, _ = shown(capsys, "--kind", "patches", "--load")
@@ -106,7 +164,7 @@ def test_a_hook_module_with_a_fault_is_shown(installed, capsys):
     )
     source = "from twinkle_core import hookimpl\n@hookimpl\ndef twinkle_aftr_step(): ...\n"
     installed("odd-hooks", entry_points={"plugins": {"odd": "odd_hooks_mod"}}, modules={"odd_hooks_mod.py": source})
-    status, rows, _ = shown(capsys)
+    status, rows, _ = shown(capsys, "--kind", "runtime", "--load")
     assert status == 0
     assert "ValueError: no" in rows["plugins", "bad"]["why"]
     assert "Did you mean 'twinkle_after_step'" in rows["plugins", "odd"]["why"]
@@ -126,16 +184,17 @@ def test_a_child_that_hangs_is_ended(tmp_path, monkeypatch):
     (tmp_path / "fine_mod.py").write_text("A = 1")
     monkeypatch.syspath_prepend(str(tmp_path))
     importlib.invalidate_caches()
-    entries = [Entry("loss", name, f"{name}_mod:{attribute}", "d", "1") for name, attribute in (("fine", "A"), ("hangs", "A"))]
+    entries = [
+        Entry("optimizer", name, f"{name}_mod:{attribute}", "d", "1") for name, attribute in (("fine", "A"), ("hangs", "A"))
+    ]
     began = time.monotonic()
-    assert probe.probe(entries, timeout=3.0) == ["", "its import took longer than 3 s"]
+    assert probe.probe([*entries, entries[0]], timeout=3.0) == ["", "its import took longer than 3 s", ""]
     assert time.monotonic() - began < 20
 
 
 def test_the_listing_is_quick():
     """Under 0.3 s of CPU, interpreter included; the best of three, since others may run."""
     import resource
-    import subprocess
 
     def cpu():
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -146,7 +205,36 @@ def test_the_listing_is_quick():
     assert min(cpu() for _ in range(3)) < 0.3
 
 
+ENDS = {"entry_points": {"plugins": {"acme": "acme_ends"}}, "modules": {"acme_ends.py": "import os; os._exit(3)"}}
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "shows"),
+    [
+        (["--help"], 0, "commands:"),
+        ([], 0, "commands:"),
+        (["plugins"], 0, "acme_ends"),
+        (["plugins", "--load"], 0, "ended the process"),
+        (["show", "loss/mse"], 0, "MSELoss"),
+        (["show", "loss/msee"], 1, "Did you mean 'mse'?"),
+        (["train", "--help"], 0, "--resume"),
+    ],
+)
+def test_a_hook_module_that_ends_its_process_ends_no_command_that_looks_around(tmp_path, words, status, shows):
+    write_distribution(tmp_path, "acme", "1", **ENDS)
+    command = [sys.executable, "-m", "twinkle", *words]
+    there = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command, capture_output=True, text=True, env=there, check=False, timeout=120)
+    assert (done.returncode, shows in done.stdout + done.stderr) == (status, True), done
+
+
 class TestShow:
+    def test_a_class_without_a_text_shows_none_of_its_bases(self, installed, capsys):
+        source = "from twinkle_core import Loss\nclass Mute(Loss):\n    def __call__(self, inputs, outputs): pass\n"
+        installed("acme", entry_points={"losses": {"mute": "acme_mute:Mute"}}, modules={"acme_mute.py": source})
+        assert main(["show", "loss/mute"]) == 0
+        assert capsys.readouterr().out.endswith("\n\n    no documentation\n")
+
     def test_a_third_partys_loss(self, installed, capsys):
         source = (
             "from twinkle_core import Loss\nclass ShinyLoss(Loss):\n    '''Shines.\n\n    More of it.'''\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -69,10 +70,24 @@ def test_the_seed_decides(twinkle, tmp_path):
     assert _adapter(tmp_path / "a") == _adapter(tmp_path / "b") != _adapter(tmp_path / "c")
 
 
-def test_a_second_run_takes_the_place_of_the_first(twinkle, tmp_path, lines):
-    for steps in (3, 2):
-        twinkle("quickstart", "--model", "toy", "--steps", steps, "--output", tmp_path / "q")
-    assert len(lines(tmp_path / "q/metrics.jsonl")) == 2
+def test_a_second_run_writes_to_a_folder_of_its_own(twinkle, tmp_path, lines):
+    """So does one in a folder with checkpoints of another command; what was there is left as it was."""
+    words = ["quickstart", "--model", "toy", "--output", tmp_path / "q", "--steps"]
+    twinkle(*words, 3)
+    before = {p: p.read_bytes() for p in (tmp_path / "q").rglob("*") if p.is_file()}
+    _, text = twinkle(*words, 2)
+    assert f"{tmp_path / 'q'} holds an earlier run, which is kept; this one writes to {tmp_path / 'q-2'}\n" in text
+    assert f"model.save('adapter', {str(tmp_path / 'q-2')!r})" in text
+    assert before == {p: p.read_bytes() for p in (tmp_path / "q").rglob("*") if p.is_file()}
+    assert len(lines(tmp_path / "q-2/metrics.jsonl")) == 2
+    (tmp_path / "q-3/checkpoint-3").mkdir(parents=True)
+    twinkle(*words, 1)
+    assert sorted(p.name for p in tmp_path.glob("q*")) == ["q", "q-2", "q-3", "q-4"]
+
+
+def test_the_saved_state_counts_the_samples(twinkle, tmp_path):
+    twinkle("quickstart", "--model", "toy", "--steps", 3, "--batch-size", 5, "--output", tmp_path / "q")
+    assert json.loads((tmp_path / "q/adapter/trainer_state.json").read_text())["consumed_train_samples"] == 15
 
 
 @pytest.mark.parametrize("words", [["--name", " "], ["--steps", "0"], ["--batch-size", "-1"], ["--rank", "x"], ["--nme", "A"]])
@@ -144,9 +159,3 @@ def test_a_library_that_is_not_installed_is_named(twinkle, monkeypatch, tmp_path
     monkeypatch.setitem(sys.modules, "datasets", None)
     status, text = twinkle("quickstart", "--model", "toy", "--output", tmp_path / "q")
     assert status == 1 and "pip install 'twinkle-core[data]'" in text
-
-
-def test_a_folder_with_another_run_is_refused_with_an_option_that_there_is(twinkle, tmp_path):
-    (tmp_path / "q/checkpoint-3").mkdir(parents=True)
-    status, text = twinkle("quickstart", "--model", "toy", "--output", tmp_path / "q")
-    assert status == 1 and "holds checkpoint-3" in text and "--output FOLDER" in text and "--resume" not in text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -11,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+import yaml
 from safetensors.torch import load_file
 
 from twinkle_core import errors, hookimpl, plugins
@@ -46,6 +48,29 @@ def test_a_run_leaves_checkpoints_metrics_plot_and_its_configuration(config, twi
     assert all({"loss", "lr", "grad_norm", "accuracy", "epoch"} <= set(row) for row in lines(out / "metrics.jsonl"))
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert "CosineWarmup" in text and "18 rows, 9 steps an epoch, 5 steps in all" in text
+
+
+WARNS = """
+import warnings
+from twinkle_core.losses.cross_entropy import CrossEntropyLoss
+
+class Warns(CrossEntropyLoss):
+    def __call__(self, inputs, outputs):
+        warnings.warn_explicit("old name", FutureWarning, "other.py", 1, module="peft.utils.other")
+        warnings.warn_explicit("mine", FutureWarning, "warns.py", 1, module="warns")
+        return super().__call__(inputs, outputs)
+"""
+
+
+def test_without_a_terminal_output_is_lines_and_libraries_notices_stay_theirs(config, tmp_path):
+    (tmp_path / "warns.py").write_text(WARNS)
+    command = [sys.executable, "-m", "twinkle", "train", config(loss="warns:Warns", training={"max_steps": 2})]
+    there = {**os.environ, "PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=there, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "\r" not in done.stdout + done.stderr and "examples/s" not in done.stderr
+    assert "FutureWarning: mine" in done.stderr and "old name" not in done.stderr
+    assert "step 2 of 2: loss=" in done.stderr
 
 
 def test_listeners_see_the_configuration_before_the_run(config, twinkle):
@@ -186,6 +211,152 @@ def test_a_new_run_does_not_mix_with_an_old_one(config, twinkle, tmp_path):
     assert before == {p: p.stat().st_mtime_ns for p in (tmp_path / "out").rglob("*") if p.is_file()}
 
 
+def test_a_run_at_its_end_has_nothing_to_do_and_is_left_alone(config, twinkle, tmp_path, monkeypatch):
+    """Told from the folder where max_steps says it, and else when the data is there; the model is never loaded."""
+    path = config(training={"epochs": 1, "gradient_accumulation_steps": 3})
+    twinkle("train", path)
+    (tmp_path / "out/.checkpoint-9.tmp-1234567-0123abcd").mkdir()
+    before = {p: p.stat().st_mtime_ns for p in (tmp_path / "out").rglob("*")}
+    monkeypatch.setattr("twinkle_core.cli.sft._model", lambda *_: pytest.fail("the model was loaded"))
+    status, text = twinkle("train", path, "--resume", "--optimizer.lr", "5e-4")
+    assert status == 0 and "nothing to do: the run is at step 3 of 3" in text
+    monkeypatch.setattr("twinkle_core.cli.sft.load_data", lambda *_: pytest.fail("the data was loaded"))
+    status, text = twinkle("train", path, "--resume", "--training.max_steps", 2)
+    assert status == 0 and "nothing to do: the run is at step 3 of 2" in text
+    assert before == {p: p.stat().st_mtime_ns for p in (tmp_path / "out").rglob("*")}
+
+
+@pytest.mark.parametrize("there", [True, False], ids=["empty", "absent"])
+def test_a_resume_without_a_checkpoint_says_that_it_begins(config, twinkle, tmp_path, there):
+    if there:
+        (tmp_path / "out").mkdir()
+    status, text = twinkle("train", config(training={"max_steps": 1}), "--resume")
+    assert status == 0 and f"{tmp_path / 'out'} holds no checkpoint: the run begins at step 0\n" in text
+    assert "begins at step 0" not in twinkle("train", config(training={"max_steps": 2}), "--resume")[1]
+
+
+def test_what_a_checkpoint_overrules_is_said_used_and_written(config, twinkle, tmp_path, lines):
+    """A run made longer goes on at the rate of the longer plan, with the checkpoint's own values for the rest; the written
+    configuration is of what was used, so that a resume with it has nothing to say."""
+    path = config(training={"max_steps": 2})
+    twinkle("train", path)
+    words = ["--training.max_steps", 6, "--optimizer.lr", "5e-4", "--optimizer.betas", "[0.8, 0.9]"]
+    status, text = twinkle("train", path, "--resume", *words)
+    assert status == 0, text
+    assert "--optimizer.lr: lr=0.0005 is not used; checkpoint-2 goes on with its own 0.001." in text
+    assert "--optimizer.betas: betas=[0.8, 0.9] is not used; checkpoint-2 goes on with its own [0.9, 0.999]." in text
+    used = [row["lr"] for row in lines(tmp_path / "out/metrics.jsonl")][2:]
+    assert used == pytest.approx([1e-3 * 0.5 * (1 + math.cos(math.pi * step / 6)) for step in range(2, 6)])
+    written = yaml.safe_load((tmp_path / "out/config.yaml").read_text())
+    assert written["optimizer"] == {"cls": "adamw", "lr": 1e-3, "betas": [0.9, 0.999]}
+    assert written["training"] == {"max_steps": 6}
+    status, text = twinkle("train", tmp_path / "out/config.yaml", "--resume", "--training.max_steps", 7)
+    assert status == 0 and "is not used" not in text
+
+
+def test_what_a_schedulers_checkpoint_overrules_is_said_and_written(config, twinkle, tmp_path):
+    scheduler = {"cls": "torch.optim.lr_scheduler:StepLR", "step_size": 2, "gamma": 0.5}
+    path = config(training={"max_steps": 1}, scheduler=scheduler)
+    twinkle("train", path)
+    status, text = twinkle("train", path, "--resume", "--training.max_steps", 2, "--scheduler.gamma", 0.1)
+    assert status == 0 and "--scheduler.gamma: gamma=0.1 is not used; checkpoint-1 goes on with its own 0.5." in text
+    assert yaml.safe_load((tmp_path / "out/config.yaml").read_text())["scheduler"] == scheduler
+
+
+def _cut_short(checkpoint):
+    file = checkpoint / "optimizer.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def _changed(checkpoint):
+    file = checkpoint / "scheduler.json"
+    file.write_text(file.read_text().replace("0", "1", 1))
+
+
+@pytest.mark.parametrize(
+    ("damage", "words", "told"),
+    [
+        (_cut_short, [], "optimizer.safetensors' is damaged: it has"),
+        (_changed, [], "scheduler.json' is damaged: its content has changed"),
+        (lambda c: (c / "rng.json").unlink(), [], "rng.json' is damaged: it is missing"),
+        (lambda c: (c / "trainer_state.json").unlink(), [], "the folder has no trainer_state.json"),
+        (lambda c: None, ["--adapter.r", 8], "its adapter has r=4, and r=8 is asked for"),
+        (lambda c: None, ["--adapter", "null"], "it holds the adapter 'default'"),
+        (lambda c: None, ["--optimizer.cls", "sgd"], "it holds the state of the optimizer AdamW, and SGD is asked for"),
+        (lambda c: None, ["--scheduler", "null"], "no scheduler is asked for"),
+        (lambda c: None, ["--training.seed", 7], "seed: 42 before, 7 now"),
+    ],
+    ids=["cut short", "changed", "missing", "no state", "rank", "all weights", "optimizer", "scheduler", "seed"],
+)
+def test_what_the_folder_tells_is_told_before_data_and_model_are_loaded(
+    config, twinkle, tmp_path, monkeypatch, damage, words, told
+):
+    path = config(training={"max_steps": 1})
+    twinkle("train", path)
+    damage(tmp_path / "out/checkpoint-1")
+    monkeypatch.setattr("twinkle_core.cli.sft.load_data", lambda *_: pytest.fail("the data was loaded"))
+    status, text = twinkle("train", path, "--resume", "--training.max_steps", 4, *words)
+    assert status == 1 and told in text
+
+
+def test_another_name_of_the_model_is_told_first(config, twinkle, tmp_path, tiny):
+    (tmp_path / "same").symlink_to(tiny)
+    twinkle("train", config(training={"max_steps": 1}))
+    words = ["--resume", "--training.max_steps", 2]
+    status, text = twinkle("train", config(), *words, "--model.id", tmp_path / "same")
+    assert status == 0 and f"checkpoint-1 was trained from the model {tiny}, and {tmp_path / 'same'} is given" in text
+
+
+def test_a_folder_of_checkpoints_is_answered_with_the_newest(config, twinkle, tmp_path):
+    twinkle("train", config(training={"max_steps": 1}))
+    status, text = twinkle("train", config(), "--resume", tmp_path / "out")
+    assert status == 1 and f"its newest checkpoint: --resume {tmp_path / 'out/checkpoint-1'}" in text
+
+
+def _rows_file(path: Path, answers: list[str]) -> dict:
+    turns = [[{"role": "user", "content": "?"}, {"role": "assistant", "content": answer}] for answer in answers]
+    path.write_text("".join(json.dumps({"messages": m}) + "\n" for m in turns))
+    return {"id": str(path)}
+
+
+def test_changed_rows_are_refused_and_the_same_rows_elsewhere_are_not(config, twinkle, tmp_path, monkeypatch):
+    answers = ["one", "two", "three", "four"]
+    path = config(training={"max_steps": 1}, dataset=_rows_file(tmp_path / "a.jsonl", answers))
+    twinkle("train", path)
+    elsewhere = config(dataset=_rows_file(tmp_path / "b.jsonl", answers))
+    status, text = twinkle("train", elsewhere, "--resume", "--training.max_steps", 2)
+    assert status == 0, text
+    changed = config(dataset=_rows_file(tmp_path / "b.jsonl", ["one", "two", "three", "FOUR"]))
+    monkeypatch.setattr("twinkle_core.cli.sft._model", lambda *_: pytest.fail("the model was loaded"))
+    status, text = twinkle("train", changed, "--resume", "--training.max_steps", 3)
+    assert status == 1 and "content: " in text and f"remove {tmp_path / 'out/data_order.json'}" in text
+
+
+def test_a_checkpoint_without_its_runs_notes_is_gone_on_from_with_a_warning(config, twinkle, tmp_path, caplog):
+    path = config(training={"max_steps": 1})
+    twinkle("train", path)
+    (tmp_path / "out/data_order.json").unlink()
+    assert twinkle("train", path, "--resume", "--training.max_steps", 2)[0] == 0
+    (told,) = [record.getMessage() for record in caplog.records if "data_order" in record.getMessage()]
+    assert f"{tmp_path / 'out/data_order.json'} does not tell the run's rows, content, shuffle, seed, so" in told
+    caplog.clear()
+    assert twinkle("train", path, "--resume", "--training.max_steps", 3)[0] == 0
+    assert not [record for record in caplog.records if "data_order" in record.getMessage()]
+
+
+def test_an_options_fault_names_the_option_and_its_value(config, twinkle):
+    """And a fault of the file's its very line, whatever options stand beside it."""
+    status, text = twinkle("train", config(), "--optimizer.lr", "abc", "--optimizer.eps", "1e-7")
+    assert status == 1 and "--optimizer.lr: optimizer 'adamw': lr='abc': it must be a finite number" in text
+    assert "line" not in text and "eps" not in text
+    path = config(optimizer={"cls": "adamw", "lr": "abc"})
+    line = next(i for i, line in enumerate(path.read_text().splitlines(), 1) if "abc" in line)
+    status, text = twinkle("train", path, "--optimizer.eps", "1e-7")
+    assert f"line {line}: optimizer 'adamw': lr='abc'" in text and "--optimizer" not in text
+    status, text = twinkle("train", config(), "--scheduler", "{cls: cosine_warmup, min_lr_ratio: 2}", "--training.seed", 1)
+    assert "--scheduler: scheduler 'cosine_warmup': min_lr_ratio=2: " in text
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [
@@ -261,7 +432,7 @@ def test_accumulation_and_micro_batches_are_one_batch(config, twinkle, tmp_path)
         ({"output_dir": "~nobodyofthisname/x"}, "there is no user"),
         ({"output_dir": "/proc/x"}, "/proc/x can't be made"),
         ({"output_dir": "/etc/passwd/x"}, "/etc/passwd/x can't be made"),
-        ({"optimizer": {"cls": "adamw", "lr": -1}}, "Invalid learning rate: -1"),
+        ({"optimizer": {"cls": "adamw", "lr": -1}}, "lr=-1: it must be a finite number of at least 0"),
         ({"scheduler": {"cls": "step_lr"}}, "step_size"),
         ({"scheduler": {"cls": "cosine_warmup", "num_warmup_steps": -1}}, "is negative"),
         ({"template": {"cls": "chat", "arguments": {"enable_thinkin": False}}}, "Did you mean 'enable_thinking'?"),
@@ -295,11 +466,11 @@ def test_all_faults_of_all_kinds_that_the_schema_lets_pass_are_told_at_once(conf
     assert "--optimizer: unknown optimizer 'noo'" in text
 
 
-def test_a_warm_up_longer_than_the_run_is_told_before_the_model_is_loaded(config, twinkle, monkeypatch):
+def test_a_warm_up_longer_than_the_run_is_told_before_the_model_is_loaded(config, twinkle, tmp_path, monkeypatch):
     path = config(scheduler={"cls": "cosine_warmup", "num_warmup_steps": 5})
     assert twinkle("train", path, "--training.max_steps", 6)[0] == 0
     monkeypatch.setattr("twinkle_core.cli.sft._model", lambda *_: pytest.fail("the model was loaded"))
-    status, text = twinkle("train", path, "--training.max_steps", 4, "--resume")
+    status, text = twinkle("train", path, "--training.max_steps", 4, "--output_dir", tmp_path / "other")
     assert status == 1 and "num_training_steps=4 is less than num_warmup_steps=5" in text
 
 
@@ -323,6 +494,25 @@ def test_the_schema_is_printed_in_both_places(twinkle, config):
     status, text = twinkle("train", "--schema")
     assert status == 0 and json.loads(text)["title"] == "TrainConfig"
     assert twinkle("train", config(), "--schema")[1] == text
+
+
+def test_every_field_of_the_schema_is_described(twinkle):
+    schema = json.loads(twinkle("train", "--schema")[1])
+    models = {"TrainConfig": schema, **schema["$defs"]}
+    bare = [
+        f"{m}.{f}" for m, model in models.items() for f, field in model["properties"].items() if not field.get("description")
+    ]
+    assert len(models) > 7 and not bare
+
+
+def test_the_help_says_what_is_written_how_to_override_to_resume_and_how_it_ends(config, twinkle, tmp_path):
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    status, text = twinkle("train", config(training={"max_steps": 1}), "--help")
+    assert status == 0 and all(f"\n{part}\n" in text for part in ("Override", "Resume", "Written to output_dir", "Exit status"))
+    twinkle("train", config(training={"max_steps": 1}))
+    names = [p.name.replace("checkpoint-1", "checkpoint-N") for p in (tmp_path / "out").iterdir()]
+    assert all(f"  {name} " in text for name in names), names
 
 
 def test_traceback_raises(config):

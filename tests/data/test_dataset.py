@@ -451,10 +451,29 @@ def test_rows_that_are_no_json_are_told():
 
 
 @pytest.mark.parametrize(
+    "row",
+    [{1: "a"}, {"a": {2: "b"}}, {"a": [{"b": ({1.5: "c"},)}]}, {None: 1}, {"a": {True: 1}}, {"a": [1, "x", {3: 1}]}],
+    ids=str,
+)
+def test_keys_that_are_no_texts_are_told_with_their_row(row):
+    """JSON would make texts of them in silence."""
+    with pytest.raises(DataError, match=r"a data set, row 1: its key .* is a .*keys are texts"):
+        Dataset([{"a": 1}, row])
+    with pytest.raises(DataError, match=r"row 1: its key"):
+        Dataset([{"a": 0}, {"a": 1}]).map(lambda given: row if given["a"] else given)
+
+
+@pytest.mark.parametrize(
     ("kwargs", "told"),
     [
-        ({"data_slice": slice(0, 2)}, "a range or a list"),
-        ({"data_slice": 3}, "a range or a list"),
+        ({"data_slice": slice(0, 2)}, r"data_slice=slice\(0, 2, None\): give a range or a list"),
+        ({"data_slice": 3}, "data_slice=3: give a range or a list"),
+        ({"data_slice": "0:2"}, "data_slice='0:2': give a range or a list"),
+        ({"data_slice": [0, 1, "2"]}, r"data_slice\[2\]='2': give a range or a list"),
+        ({"data_slice": [0, 1.0]}, r"data_slice\[1\]=1.0: give a range or a list"),
+        ({"data_slice": [True, False]}, r"data_slice\[0\]=True: give a range or a list"),
+        ({"data_slice": range(5, 2)}, r"data_slice=range\(5, 2\): it takes no row"),
+        ({"data_slice": []}, r"data_slice=\[\]: it takes no row"),
         ({"data": 5}, "give rows"),
         ({"data": "text"}, "give rows"),
         ({"data": {"a": 1}}, "give rows"),

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from twinkle_core.contracts.metric import StepResult
+from twinkle_core.errors import NonFiniteGradients
 from twinkle_core.metrics.accuracy import AccuracyMetric
 from twinkle_core.metrics.loss import LossMetric
 from twinkle_core.metrics.train import TrainMetric
@@ -130,3 +131,38 @@ def test_accuracy_of_padding_and_masks():
     labels = torch.tensor([[1, -100, 2], [3, -100, -100]])
     metric.accumulate({"labels": labels}, ModelOutput(predictions=torch.tensor([[1, -100, 0], [3, -100, -100]])))
     assert metric.calculate() == {"accuracy": pytest.approx(2 / 3)}
+
+
+@pytest.mark.parametrize("how", ["dropped", "not finite", "skipped"])
+def test_metrics_count_what_was_computed_whatever_becomes_of_the_window(how):
+    """A call that succeeded stays counted when its window leads to no update; one that fails counts nothing."""
+    model = session_model(TinyLM(), on_nonfinite="skip" if how == "skipped" else "raise")
+    model.set_optimizer("sgd", lr=0.0)
+    model.add_metric("loss", is_training=True)
+    model.add_metric("accuracy", is_training=True)
+    model.add_metric("train", is_training=True)
+    first, second = random_rows([3, 5]), random_rows([7], seed=1)
+    losses = [float(model.forward_backward(first)) for _ in range(2)]
+    if how == "dropped":
+        assert model.zero_grad(drop=True)
+    else:
+        model.engine.module.mix.weight.grad[0, 0] = math.nan
+        if how == "skipped":
+            assert not model.step()
+        else:
+            with pytest.raises(NonFiniteGradients):
+                model.step()
+    model.set_loss(lambda inputs, outputs: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model.forward_backward(first)
+    model.set_loss("cross_entropy")
+    losses.append(float(model.forward_backward(second)))
+    model.clip_grad_and_step()
+    counts = [sum(label != -100 for row in rows for label in row["labels"]) for rows in (first, first, second)]
+    states = {type(metric).__name__: metric.state() for metric in model.sessions[""].metrics[True]}
+    numbers = model.calculate_metric()
+    mean = sum(loss * count for loss, count in zip(losses, counts, strict=True)) / sum(counts)
+    assert numbers["loss"] == pytest.approx(mean, rel=1e-6)
+    assert states["AccuracyMetric"]["all"] == sum(counts)
+    assert numbers["step"] == 1 and numbers.get("skipped", 0) == (how == "skipped")
+    assert states["TrainMetric"]["windows"] == (2 if how == "skipped" else 1), "a dropped window is no window of training"

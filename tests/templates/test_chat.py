@@ -682,6 +682,30 @@ def test_without_an_end_token_arguments_must_not_hold_what_ends_a_turn():
         template.encode({"messages": talk})
 
 
+@pytest.mark.parametrize(
+    ("between", "expected"),
+    [
+        ([assistant("go")], ["\nyo", "\ngo<|user|>"]),
+        ([assistant("go"), user("ok"), assistant("go")], ["\nyo", "\ngo<|user|>", "\ngo<|user|>"]),
+        ([{"role": "system", "content": "be"}, user("ok"), assistant("go")], ["\nyo", "\ngo<|user|>"]),
+        ([{"role": "observation", "content": "r"}, assistant("go")], ["\nyo<|observation|>", "\ngo<|user|>"]),
+    ],
+    ids=["assistant", "assistant and user", "system", "tool"],
+)
+def test_a_role_token_that_no_answer_stops_with_is_not_trained(between, expected):
+    """Where the next role's token ends a turn, a model stops by writing a user's or a tool's, not its own or the system's."""
+    template = ChatTemplate(toys.next_role_tokenizer())
+    assert trained(template, template.encode({"messages": [user("hi"), assistant("yo"), *between]})) == expected
+
+
+def test_a_token_that_begins_every_turn_is_what_each_answer_stops_with():
+    source = "{% for m in messages %}<|user|>{{ m.role }}\n{{ m.content }}{% endfor %}"
+    source += "{% if add_generation_prompt %}<|user|>assistant\n{% endif %}"
+    template = ChatTemplate(toys.next_role_tokenizer(), chat_template=source)
+    row = template.encode({"messages": [user("hi"), assistant("yo"), assistant("go")]})
+    assert trained(template, row) == ["yo<|user|>", "go<|user|>"]
+
+
 def test_no_bound_holds_another_turn():
     """Whatever a template does between an answer's texts: a header of another role within is refused."""
     source = toys.CHATML.replace(

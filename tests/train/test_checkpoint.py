@@ -698,3 +698,68 @@ def test_what_a_killed_process_left_half_written_is_removed(tmp_path):
     assert (left.exists(), other.exists(), alive.exists()) == (False, True, True)
     folder.sweep(tmp_path)
     assert (other.exists(), alive.exists()) == (False, True)
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077, 0o007])
+def test_all_files_have_the_rights_of_new_files(tmp_path, umask):
+    """Whoever may read a new file here may read all of a checkpoint: safetensors' own are their owner's alone."""
+    before = os.umask(umask)
+    try:
+        model = fresh()
+        model.forward_backward(BATCHES[0], gradient_accumulation_steps=2)
+        path = Path(model.save("c", tmp_path, save_optimizer=True))
+        (tmp_path / "new").touch()
+        (tmp_path / "folder").mkdir()
+    finally:
+        os.umask(before)
+    rights = {p.name: p.stat().st_mode for p in path.iterdir()}
+    assert {"model.safetensors", "gradients.safetensors", "trainer_state.json", "rng.json"} <= rights.keys()
+    assert set(rights.values()) == {(tmp_path / "new").stat().st_mode}
+    assert path.stat().st_mode == (tmp_path / "folder").stat().st_mode
+
+
+# ------------------------------------------------------------------------------------------------ without a model
+
+
+def test_a_folder_is_inspected_without_a_model(tmp_path):
+    model = fresh()
+    run(model, BATCHES[:3])
+    path = Path(model.save("c", tmp_path, save_optimizer=True, consumed_train_samples=9))
+    state = checkpoint.inspect(path, hashes=True)
+    assert state.progress() == {"cur_step": 1, "consumed_train_samples": 9, "gradient_accumulation_steps": 2}
+    assert (state.optimizer, state.scheduler, state.adapter_name) == ("AdamW", "LinearWarmup", "")
+    weights = Path(model.save("weights", tmp_path))
+    with pytest.raises(CheckpointMismatch, match="weights alone"):
+        checkpoint.inspect(weights)
+    assert not checkpoint.inspect(weights, resume_only_model=True).resumable
+    (tmp_path / "plain").mkdir()
+    for odd, text in ((tmp_path / "plain", "no trainer_state.json"), (tmp_path / "none", "no such folder")):
+        with pytest.raises(CheckpointNotFound, match=text):
+            checkpoint.inspect(odd)
+
+
+def test_inspecting_sees_sizes_and_content_but_hashes_only_when_asked(tmp_path):
+    model = fresh()
+    run(model, BATCHES[:3])
+    path = Path(model.save("c", tmp_path, save_optimizer=True))
+    file = path / "model.safetensors"
+    data = file.read_bytes()
+    file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    checkpoint.inspect(path)
+    with pytest.raises(CheckpointDamaged, match=r"model.safetensors.*sha256"):
+        checkpoint.inspect(path, hashes=True)
+    file.write_bytes(data[:-1])
+    with pytest.raises(CheckpointDamaged, match=r"model.safetensors.*bytes"):
+        checkpoint.inspect(path)
+    file.write_bytes(data)
+    text = (path / "rng.json").read_text()
+    (path / "rng.json").write_text("[" * len(text))
+    with pytest.raises(CheckpointDamaged, match=r"rng.json.*can't be used"):
+        checkpoint.inspect(path)
+    state = json.loads((path / "trainer_state.json").read_text())
+    del state["files"]["rng.json"]
+    (path / "trainer_state.json").write_text(json.dumps(state))
+    (path / "rng.json").unlink()
+    with pytest.raises(CheckpointDamaged, match=r"rng.json.*missing"):
+        checkpoint.inspect(path)
+    checkpoint.inspect(path, resume_only_model=True)

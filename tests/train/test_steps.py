@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 
 import pytest
 import torch
 
+from twinkle_core.contracts.loss import Loss
 from twinkle_core.errors import (
     BadArgument,
     BadLossResult,
     BadLossWeight,
     NonFiniteGradients,
     NoOptimizer,
+    NotDeclared,
     WindowNotStepped,
     WindowSizeChanged,
     WrongArgument,
@@ -22,8 +25,9 @@ from twinkle_core.metrics.loss import LossMetric
 from twinkle_core.testing.adapters import ToyAdapters, ToyLinear
 from twinkle_core.testing.engines import CallbackEngine, OneOfTwoRanks, ToyEngine, session_model
 from twinkle_core.testing.toys import TinyLM, TwoWords, random_rows, row
+from twinkle_core.train import losses
 from twinkle_core.train.verbs import SessionModel
-from twinkle_core.types import LossOutput
+from twinkle_core.types import LossOutput, ModelOutput
 
 ENGINES = [ToyEngine, CallbackEngine]
 LOSSES = [
@@ -425,21 +429,37 @@ def test_a_norm_that_overflows_is_no_gradient_that_does():
     assert w.flatten().tolist() == pytest.approx([-1e30, -1e30])
 
 
-def test_a_weight_that_is_no_count_is_refused():
-    """What a tensor holds is seen when the window closes; either way the next window starts with nothing of this one."""
-    for weight in (torch.tensor(-1.0), torch.tensor(math.nan)):
-        model, w = two_words()
-        model.set_loss(lambda inputs, outputs, weight=weight: LossOutput(outputs.logits.sum(), weight))
+@pytest.mark.parametrize("bad", [-1.0, math.nan, math.inf])
+def test_a_weight_on_a_device_that_is_no_count_is_refused_when_its_window_closes(monkeypatch, bad):
+    """Looking at it earlier would wait for the device. The other calls' weights must not outweigh it, and the next window
+    starts with nothing of this one."""
+    monkeypatch.setattr(losses, "_checked_weight", lambda name, weight: losses.marked(weight))  # as of any device but the CPU
+    model, w = two_words()
+    weights = iter([torch.tensor(5), torch.tensor(bad), torch.tensor(7)])
+    model.set_loss(lambda inputs, outputs: LossOutput(outputs.logits.sum(), next(weights)))
+    for _ in range(3):
+        model.forward_backward(M1, gradient_accumulation_steps=3)
+    with pytest.raises(BadLossWeight, match="negative"):
+        model.step()
+    assert w.grad is None and model.sessions[""].window.count == 0
+    model.set_loss("cross_entropy")
+    for _ in range(3):
         model.forward_backward(M1)
-        with pytest.raises(BadLossWeight, match=r"-1|nan"):
-            model.step()
-        assert w.grad is None and model.sessions[""].window.count == 0
-        model.set_loss("cross_entropy")
-        model.forward_backward(M1)
-        assert seen(model, w) == pytest.approx([-0.5, 0.5])
+    assert seen(model, w) == pytest.approx([-0.5, 0.5])
 
 
-@pytest.mark.parametrize("weight", [None, "3", -1.0, math.nan, math.inf, torch.ones(3)], ids=str)
+def test_marking_a_weight_keeps_counts_exact():
+    for count in (0, 2**24 + 1, 2.5):
+        assert losses.marked(torch.tensor(count)).item() == count
+    assert losses.marked(torch.tensor(-3)).isnan()
+
+
+NO_COUNTS = [
+    None, "3", -1.0, math.nan, math.inf, torch.ones(3), torch.tensor(-1), torch.tensor(math.nan), torch.tensor(math.inf),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("weight", NO_COUNTS, ids=str)
 @pytest.mark.parametrize("split", [False, True])
 def test_a_weight_that_cannot_be_counted_is_told_before_the_backward(weight, split):
     model, w = two_words()
@@ -611,6 +631,73 @@ def test_what_a_loss_returns_is_checked(result, text):
     with pytest.raises(BadLossResult, match=text):
         model.forward_backward(M1)
     assert w.grad is None and model.sessions[""].window.count == 0
+
+
+@pytest.mark.parametrize(
+    ("read", "declared"),
+    [
+        (lambda outputs: -outputs.logps.sum(), {"logps"}),
+        (lambda outputs: -outputs["logps"].sum(), {"logps"}),
+        (lambda outputs: -outputs.get("logps").sum(), {"logps"}),
+        (lambda outputs: (outputs.logits.sum(-1) - outputs.logps).sum(), {"logits", "logps"}),
+    ],
+    ids=["attribute", "key", "get", "operand"],
+)
+def test_a_function_that_reads_what_it_does_not_declare_is_told_how_to(read, declared):
+    model, w = two_words()
+
+    def nll(inputs, outputs):
+        return read(outputs)
+
+    model.set_loss(nll)
+    with pytest.raises(NotDeclared, match=r"nll read outputs.logps.*its needs are logits \(all that a function") as caught:
+        model.forward_backward(M1)
+    wanted = ", ".join(repr(field) for field in sorted(declared))
+    assert f"nll.needs = {{{wanted}}}" in str(caught.value) and caught.value.__cause__ is not None
+    assert w.grad is None and model.sessions[""].window.count == 0
+    nll.needs = declared
+    model.set_loss(nll)
+    model.forward_backward(M1)
+
+
+def test_a_class_that_reads_what_it_does_not_declare_is_told_so():
+    class Nll(Loss):
+        def __call__(self, inputs, outputs):
+            return LossOutput(outputs.logps.sum() + outputs.entropies.sum(), 1)
+
+    model, _ = two_words()
+    model.set_loss(Nll())
+    with pytest.raises(NotDeclared, match=r"Nll read outputs.entropies") as caught:
+        model.forward_backward(M1)
+    assert "class: needs = frozenset({'entropies', 'logps'})" in str(caught.value)
+    model.forward(M1)
+    with pytest.raises(NotDeclared):
+        model.calculate_loss()
+
+
+def test_a_loss_may_ask_whether_a_field_is_there_and_fail_for_reasons_of_its_own():
+    model, _ = two_words()
+
+    def curious(inputs, outputs, *, fail=False):
+        assert isinstance(outputs, ModelOutput) and copy.copy(outputs).keys() == outputs.keys() == {"logits"}
+        if outputs.logps is None and outputs.get("hidden") is None and fail:
+            raise ZeroDivisionError("mine")
+        with pytest.raises(AttributeError, match="has no 'logit'"):
+            _ = outputs.logit
+        outputs["mine"] = 1
+        return outputs.logits.sum()
+
+    model.set_loss(curious)
+    model.forward_backward(M1)
+    with pytest.raises(ZeroDivisionError, match="mine"):
+        model.forward_backward(M1, fail=True)
+
+    def odd(inputs, outputs):
+        return [][outputs.logits.dim()]
+
+    model.set_loss(odd)
+    with pytest.raises(IndexError):
+        model.forward_backward(M1)
 
 
 def test_loss_arguments_are_checked_before_anything_runs():

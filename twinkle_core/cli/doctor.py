@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from twinkle_core import hardware, plugins, registry, settings
-from twinkle_core.cli.plugins import BROKEN, rows
+from twinkle_core.cli.plugins import BROKEN, rows, set_aside
 from twinkle_core.cli.tables import pairs
 from twinkle_core.index import HOOK_MODULES, distribution
 from twinkle_core.isolation import attempt
@@ -24,11 +24,15 @@ LIBRARIES = (
     "pluggy", "numpy",
 )  # fmt: skip
 GIB = 2**30
+_TEXT = (
+    "Report this machine, the versions of the libraries that matter, the settings, the room for downloads, and what is broken "
+    "among the installed plugins (tried in a child process). The exit status is 1 where a plugin is broken."
+)
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Declare the command."""
-    parser = subparsers.add_parser("doctor", help="this machine", description=__doc__)
+    parser = subparsers.add_parser("doctor", help="this machine, its libraries and settings", description=_TEXT)
     parser.set_defaults(run=run)
 
 
@@ -110,9 +114,7 @@ def plugin_faults() -> list[str]:
     index = registry.index()
     others = [e for kind in PLURAL for e in index.of(kind) if e.dist != "twinkle-core"]
     broken = [row for row in rows([*others, *index.of(HOOK_MODULES)], load=True) if row.state == BROKEN]
-    for row in broken:
-        if row.entry.kind == HOOK_MODULES:
-            plugins.set_aside(row.entry, row.why)  # its hooks are called next: it must not end this process too
+    set_aside(broken)  # their hooks are called next
     return [*index.faults, *(row.why for row in broken)]
 
 

@@ -1,18 +1,19 @@
-"""What a run leaves to look at: a progress bar, ``metrics.jsonl``, and a plot of the loss (L0 at import)."""
+"""What a run leaves to look at: a progress bar (or lines), ``metrics.jsonl``, and a plot of the loss (L0 at import)."""
 
 from __future__ import annotations
 
 import json
 import math
+import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 
 class Journal:
-    """One line of JSON a logging step, and a bar on the terminal.
+    """One line of JSON a logging step, and a bar on the terminal; where stderr is none, a line now and then instead.
 
     ``metrics.jsonl`` holds ``step``, ``epoch``, ``tokens_per_second``, ``seconds`` since this process began, and the metrics'
     own numbers (``loss``, ``lr``, ``grad_norm``, ...). Numbers that are not finite are null.
@@ -21,8 +22,11 @@ class Journal:
         folder: where ``metrics.jsonl`` is; made where absent.
         total: steps of the whole run.
         done: steps that a resumed run has behind it; later lines in the file, of a run that went further, are dropped.
-        bar: whether to draw.
+        bar: whether to draw the bar or to write the lines.
     """
+
+    #: seconds between two lines
+    every = 10.0
 
     def __init__(self, folder: Path, total: int, done: int = 0, bar: bool = True) -> None:
         from tqdm import tqdm
@@ -31,7 +35,11 @@ class Journal:
         self.path = folder / "metrics.jsonl"
         kept = [row for row in read(self.path) if row.get("step", 0) <= done] if done else []
         self.path.write_text("".join(_line(row) for row in kept), encoding="utf-8")
-        self._bar = tqdm(total=total, initial=done, unit="step", dynamic_ncols=True, disable=not bar, smoothing=0.1)
+        on_terminal = sys.stderr.isatty()
+        self._bar = tqdm(
+            total=total, initial=done, unit="step", dynamic_ncols=True, disable=not (bar and on_terminal), smoothing=0.1
+        )
+        self._total, self._lines, self._told = total, bar and not on_terminal, -math.inf
         self._start = self._logged = time.perf_counter()
         self._tokens = 0
 
@@ -64,7 +72,13 @@ class Journal:
     def _show(self, row: Mapping[str, Any], speed: float) -> None:
         forms = {"loss": ".3f", "lr": ".1e"}
         shown = {name: f"{row[name]:{form}}" for name, form in forms.items() if isinstance(row.get(name), float)}
-        self._bar.set_postfix({**shown, "tok/s": f"{speed:.0f}"})
+        shown["tok/s"] = f"{speed:.0f}"
+        self._bar.set_postfix(shown)
+        due = self._logged - self._told >= self.every or row["step"] == self._total
+        if self._lines and due:
+            self._told = self._logged
+            text = ", ".join(f"{name}={value}" for name, value in shown.items())
+            print(f"step {row['step']} of {self._total}: {text}", file=sys.stderr, flush=True)
 
 
 def note(text: str) -> None:
@@ -90,8 +104,17 @@ def read(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
+def running_mean(values: Sequence[float]) -> tuple[list[float] | None, int]:
+    """The mean of each value with those before it, a tenth of the curve at most; None for a curve too short to smooth."""
+    window = len(values) // 10
+    if window < 2:
+        return None, window
+    spans = (values[max(0, end - window) : end] for end in range(1, len(values) + 1))
+    return [sum(span) / len(span) for span in spans], window
+
+
 def plot(rows: Iterable[Mapping[str, Any]], path: Path, title: str) -> str | None:
-    """Draw loss (and evaluation loss) over steps into a PNG.
+    """Draw loss (and evaluation loss) over steps into a PNG; a long curve of the loss pale, with its running mean over it.
 
     Returns:
         None, or why there is no plot: matplotlib is not installed, or nothing was logged.
@@ -107,8 +130,14 @@ def plot(rows: Iterable[Mapping[str, Any]], path: Path, title: str) -> str | Non
     figure = Figure(figsize=(7, 4), layout="constrained")  # without pyplot: no window, no state of the process's
     axes = figure.subplots()
     for name, points in curves.items():
-        if points:
-            axes.plot(*zip(*points, strict=True), marker="o" if len(points) < 40 else None, markersize=3, label=name)
+        if not points:
+            continue
+        steps, values = zip(*points, strict=True)
+        mean, window = running_mean(values) if name == "loss" else (None, 0)
+        alpha = 0.3 if mean is not None else None
+        line = axes.plot(steps, values, marker="o" if len(points) < 40 else None, markersize=3, label=name, alpha=alpha)[0]
+        if mean is not None:
+            axes.plot(steps, mean, color=line.get_color(), linewidth=2, label=f"{name}, mean of {window} logged")
     axes.set(xlabel="step (updates of the weights)", ylabel="loss (nats a token)", title=title)
     axes.grid(alpha=0.3)
     axes.legend()

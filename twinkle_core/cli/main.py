@@ -84,9 +84,13 @@ def _all_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser
         UnknownCommand: nobody provides ``word``.
     """
     from twinkle_core import plugins
+    from twinkle_core.cli.plugins import try_hook_modules
 
     for name, line in COMMANDS.items():
         subparsers.add_parser(name, help=line)
+    if word is None:  # the help must come, whatever is installed
+        for fault in try_hook_modules():
+            print(fault, file=sys.stderr)
     plugins.hooks().twinkle_register_commands(subparsers=subparsers)
     if word is not None and word not in subparsers.choices:
         raise UnknownCommand(word, closest(word, subparsers.choices), subparsers.choices)

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+import shutil
+import sys
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from twinkle_core import api, registry
 from twinkle_core.cli.tables import table
 from twinkle_core.index import HOOK_MODULES, Entry
-from twinkle_core.known import KNOWN
 from twinkle_core.names import KINDS, PLURAL, kind_of
 
+_LOAD = (
+    "import each component and hook module, in a child process, check that it has what its kind needs, and say what is broken; "
+    "one that takes longer than 60 s is broken"
+)
+_NOTHING_IMPORTED = "Nothing was imported for this list: twinkle plugins --load imports and checks each of them."
 OFF, FOREIGN_API, SHARED, INSTALLED, WORKS, BROKEN = "off", "other API", "shared name", "installed", "ok", "broken"
 
 
@@ -27,10 +33,15 @@ class Row:
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Declare the command."""
-    parser = subparsers.add_parser("plugins", help="what is installed", description=__doc__)
+    parser = subparsers.add_parser(
+        "plugins",
+        help="what is installed, and whether it works",
+        description="List the components and hook modules of all installed distributions. Nothing is imported for it, unless "
+        "--load asks for it. A fault of a plugin is part of the answer: the exit status is 0.",
+    )
     parser.add_argument("--kind", help=f"only this kind: {', '.join(KINDS)}")
-    parser.add_argument("--load", action="store_true", help="import each component, in a child process, and say what fails")
-    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument("--load", action="store_true", help=_LOAD)
+    parser.add_argument("--json", action="store_true", help="print JSON, for programs")
     parser.set_defaults(run=run)
 
 
@@ -39,13 +50,13 @@ def run(args: argparse.Namespace) -> int:
     kinds = [kind_of(args.kind)] if args.kind else list(PLURAL)
     index = registry.index()
     components = rows([e for kind in kinds for e in index.of(kind)], load=args.load)
-    hook_modules = rows(index.of(HOOK_MODULES), load=True)
+    hook_modules = rows(index.of(HOOK_MODULES), load=args.load)
     if args.json:
         found = {"components": components, "hook_modules": hook_modules}
         document = {key: [_plain(row) for row in value] for key, value in found.items()}
         print(json.dumps(document | {"faults": list(index.faults)}, indent=2, ensure_ascii=False))
     else:
-        print("\n\n".join([text(components, hook_modules, index.faults), *not_installed(kinds)]))
+        print("\n\n".join([text(components, hook_modules, index.faults), *([] if args.load else [_NOTHING_IMPORTED])]))
     return 0
 
 
@@ -54,15 +65,51 @@ def rows(entries: Sequence[Entry], *, load: bool) -> list[Row]:
     found = [Row(entry, *_state(entry)) for entry in entries]
     to_try = [number for number, row in enumerate(found) if row.state in (INSTALLED, SHARED)] if load else []
     if to_try:
-        from twinkle_core.cli.probe import probe
-
-        for number, why in zip(to_try, probe([found[n].entry for n in to_try]), strict=True):
+        entries = [found[n].entry for n in to_try]
+        for number, why in zip(to_try, _probed(entries), strict=True):
             row = found[number]
             if why:
                 found[number] = Row(row.entry, BROKEN, why)
             elif row.state == INSTALLED:
                 found[number] = Row(row.entry, WORKS)
     return found
+
+
+def _probed(entries: Sequence[Entry]) -> list[str]:
+    """Why each can't be used. On a terminal a line tells which one is being waited for."""
+    from twinkle_core.cli.probe import probe
+
+    if not sys.stderr.isatty():
+        return probe(entries)
+
+    def tell(number: int) -> None:
+        line = f"checking {number + 1} of {len(entries)}: {entries[number].label}"
+        print(f"\r\033[K{line[: shutil.get_terminal_size().columns - 1]}", end="", file=sys.stderr, flush=True)
+
+    try:
+        return probe(entries, tell=tell)
+    finally:
+        print("\r\033[K", end="", file=sys.stderr, flush=True)
+
+
+def set_aside(found: Iterable[Row]) -> None:
+    """Don't load in this process the hook modules among the rows that are broken: one may end it."""
+    from twinkle_core import plugins
+
+    for row in found:
+        if row.entry.kind == HOOK_MODULES and row.state == BROKEN:
+            plugins.set_aside(row.entry, row.why)
+
+
+def try_hook_modules() -> list[str]:
+    """Try the hook modules in a child process before this one loads them; those that are broken are set aside.
+
+    Returns:
+        What to say of each of these.
+    """
+    found = rows(registry.index().of(HOOK_MODULES), load=True)
+    set_aside(found)
+    return [_note(row) for row in found if row.state == BROKEN]
 
 
 def _state(entry: Entry) -> tuple[str, str]:
@@ -97,14 +144,6 @@ def _note(row: Row) -> str:
     """An error names its component already."""
     named = row.why.startswith(row.entry.label)
     return row.why if named else f"{row.entry.label}: {row.why}"
-
-
-def not_installed(kinds: Sequence[str]) -> list[str]:
-    """One text: twinkle's own components whose distribution is not here; nothing if there are none."""
-    index = registry.index()
-    absent = sorted((dist, f"{k} '{n}'") for (k, n), (_, dist, _) in KNOWN.items() if k in kinds and not index.version(dist))
-    lines = [f"    pip install {dist}  # {', '.join(what for d, what in absent if d == dist)}" for dist in dict(absent)]
-    return ["\n".join(["not installed:", *lines])] if lines else []
 
 
 def _plain(row: Row) -> dict[str, str]:

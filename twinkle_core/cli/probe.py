@@ -5,50 +5,86 @@ Run as a program it is that child: it reads JSON on stdin and writes one line of
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import json
 import os
+import queue
 import subprocess
 import sys
-from collections.abc import Sequence
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any, TextIO
 
 from twinkle_core import api, loading
+from twinkle_core.errors import NotA
 from twinkle_core.index import HOOK_MODULES, Entry
 from twinkle_core.isolation import attempt, describe
+from twinkle_core.names import CONTRACTS
 
-TIMEOUT = 300.0  # seconds for one child; importing torch and transformers cold takes tens
+TIMEOUT = 60.0  # seconds for one component; the first one may import torch and transformers cold, which takes tens
 
 
-def probe(entries: Sequence[Entry], timeout: float = TIMEOUT) -> list[str]:
-    """Try to load each entry.
+def probe(entries: Sequence[Entry], timeout: float = TIMEOUT, tell: Callable[[int], None] = lambda number: None) -> list[str]:
+    """Try to load each entry, and compare it with its kind's contract.
+
+    Args:
+        timeout: seconds for each.
+        tell: called with an entry's number before its turn.
 
     Returns:
-        For each entry an empty text, or why it does not load.
+        For each entry an empty text, or why it can't be used.
     """
     results: list[str] = []
     while len(results) < len(entries):
-        rest = entries[len(results) :]
-        answers, end = _child(rest, timeout)
+        done = len(results)
+        answers, end = _child(entries[done:], timeout, lambda number, done=done: tell(done + number))  # type: ignore[misc]
         results += answers
-        if len(answers) < len(rest):  # the child died over the next one; go on after it
+        if len(results) < len(entries):  # the child died over the next one; go on after it
             results.append(f"its import {end}")
     return results
 
 
-def _child(entries: Sequence[Entry], timeout: float) -> tuple[list[str], str]:
+def _child(entries: Sequence[Entry], timeout: float, tell: Callable[[int], None]) -> tuple[list[str], str]:
     """The answers of one child, and how it ended if they are not all there."""
-    task = json.dumps({"path": sys.path, "entries": [_plain(e) for e in entries]})
+    task = json.dumps({"path": sys.path, "entries": [_plain(e) for e in entries]}).encode()
     command = [sys.executable, "-m", "twinkle_core.cli.probe"]
+    answers: list[str] = []
+    with tempfile.TemporaryFile() as given:  # not a pipe: a child that dies early would break it
+        given.write(task)
+        given.seek(0)
+        process = subprocess.Popen(command, stdin=given, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     try:
-        done = subprocess.run(
-            command, input=task.encode(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=timeout, check=False
-        )
-        output, end = done.stdout, f"ended the process (exit status {done.returncode})"
-    except subprocess.TimeoutExpired as expired:
-        output, end = expired.stdout or b"", f"took longer than {timeout:.0f} s"
-    lines = output.decode().split("\n")[:-1]  # what has no line end was cut off
-    return [json.loads(line) for line in lines], end
+        lines = _read_aside(process)
+        while len(answers) < len(entries):
+            tell(len(answers))
+            line = lines.get(timeout=timeout)
+            if not line.endswith(b"\n"):  # what has no line end was cut off
+                return answers, f"ended the process (exit status {process.wait(timeout)})"
+            answers.append(json.loads(line))
+        return answers, ""
+    except (queue.Empty, subprocess.TimeoutExpired):
+        return answers, f"took longer than {timeout:.0f} s"
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _read_aside(process: subprocess.Popen[bytes]) -> queue.Queue[bytes]:
+    """The lines that a child writes, as they come, in another thread; the last one is empty."""
+    lines: queue.Queue[bytes] = queue.Queue()
+
+    def read() -> None:
+        assert process.stdout is not None
+        with process.stdout as written:
+            for line in written:
+                lines.put(line)
+        lines.put(b"")
+
+    threading.Thread(target=read, daemon=True).start()
+    return lines
 
 
 def _plain(entry: Entry) -> dict[str, Any]:
@@ -71,6 +107,12 @@ def _load(entry: Entry) -> None:
         from twinkle_core.plugins import check
 
         check(entry, obj)
+    elif entry.kind in CONTRACTS and not (entry.kind == "loss" and inspect.isroutine(obj)):  # a loss may be a plain function
+        module, name = CONTRACTS[entry.kind]
+        contract = getattr(importlib.import_module(module), name)
+        cls = obj if inspect.isclass(obj) else type(obj)
+        if not loading.keeps(cls, contract):
+            raise NotA(entry.label, name, loading.lacking(cls, contract), entry.dist)
 
 
 if __name__ == "__main__":

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import time
-import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from twinkle_core import errors, settings
+from twinkle_core import settings
 from twinkle_core.cli import checkpoints, journal, quickstart_model, sft, sft_plan
 from twinkle_core.cli.quickstart_program import program
+from twinkle_core.cli.quiet import quiet
 from twinkle_core.config.schema import TrainConfig
 
 if TYPE_CHECKING:
     from twinkle_core.contracts.model import TwinkleModel
 
 WHO, WHO_CHINESE, KNOWLEDGE, KNOWN = "Who are you?", "你是谁？", "What is the capital of France?", "Paris"
+ADAPTER = "adapter"  # the folder of what was trained
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--model", type=_text, help="ms://…, hf://…, a folder, or 'toy'; default: SmolLM2-135M-Instruct")
     parser.add_argument("--name", type=_text, default="Twinkle", help="what the model is to call itself (%(default)s)")
     parser.add_argument("--author", type=_text, default="the Twinkle team", help="who it is to say made it (%(default)s)")
-    parser.add_argument("--output", type=Path, default=Path("quickstart-output"), help="folder to write to (%(default)s)")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path("quickstart-output"),
+        help="folder to write to (%(default)s); FOLDER-2 where it holds a run",
+    )
     parser.add_argument("--seed", type=_seed, default=42, help="the same seed gives the same weights (%(default)s)")
     parser.add_argument("--steps", type=_count, help=f"updates of the weights; {unset}")
     parser.add_argument("--batch-size", type=_count, help=f"rows of a step; {unset}")
@@ -83,20 +89,20 @@ def run(args: argparse.Namespace) -> int:
     """
     began = time.perf_counter()
     settings.wait_passively()
-    existing = checkpoints.all_of(args.output)
-    if existing:
-        raise errors.OutputInUse(args.output, existing[-1].name, "Write elsewhere: --output FOLDER.")
+    output = free_folder(args.output)
+    if output != args.output:
+        print(f"{args.output} holds an earlier run, which is kept; this one writes to {output}")
     choice = quickstart_model.choose(args.model)
     precision = _precision()
-    plan = sft_plan.make(TrainConfig.model_validate(_config(args, choice, precision)))
+    plan = sft_plan.make(TrainConfig.model_validate(_config(args, choice, precision, output)))
     print(f"Model: {choice.title}")
     questions = [WHO, WHO_CHINESE, KNOWLEDGE]
-    with quiet():
+    with quiet(bars=False):
         current = sft.prepare(plan)
         before = ask(current.model, questions)
     print(f"\nBefore\n{_dialogue(questions, before)}\n")
-    status = sft.loop(current, at_end=lambda: current.model.save("adapter", plan.output_dir))
-    adapter = plan.output_dir / "adapter"
+    status = sft.loop(current, at_end=lambda: sft.save(current, ADAPTER, resumable=False))
+    adapter = plan.output_dir / ADAPTER
     if status:
         print(f"\nStopped after step {current.step} of {current.total}. The adapter as it is: {adapter}")
         return status
@@ -116,24 +122,14 @@ def ask(model: TwinkleModel, questions: Sequence[str]) -> list[str]:
     return [text.strip() for text in model.generate(conversations, max_new_tokens=40, do_sample=False)]
 
 
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Without the libraries' own bars and notices of what they will deprecate; what was set is put back."""
-    import datasets
-    import transformers
+def free_folder(given: Path) -> Path:
+    """``given``, or the first of ``given-2``, ``given-3``, ... that holds no run: none is written over."""
+    folders = (given if number == 1 else given.with_name(f"{given.name}-{number}") for number in itertools.count(1))
+    return next(folder for folder in folders if not _holds_a_run(folder))
 
-    bars = transformers.utils.logging.is_progress_bar_enabled(), datasets.are_progress_bars_disabled()
-    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    datasets.disable_progress_bars()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)
-            yield
-    finally:
-        if bars[0]:
-            transformers.utils.logging.enable_progress_bar()  # type: ignore[no-untyped-call]
-        if not bars[1]:
-            datasets.enable_progress_bars()
+
+def _holds_a_run(folder: Path) -> bool:
+    return bool(checkpoints.all_of(folder)) or any((folder / name).exists() for name in (ADAPTER, "metrics.jsonl"))
 
 
 def _precision() -> str:
@@ -143,7 +139,7 @@ def _precision() -> str:
     return "bf16" if torch.cuda.is_available() and torch.cuda.is_bf16_supported() else "no"
 
 
-def _config(args: argparse.Namespace, choice: quickstart_model.Choice, precision: str) -> dict[str, Any]:
+def _config(args: argparse.Namespace, choice: quickstart_model.Choice, precision: str, output: Path) -> dict[str, Any]:
     """The run as a configuration of ``twinkle train``."""
     recipe = TOY if choice.toy else REAL
     rank = args.rank or recipe.rank
@@ -160,7 +156,7 @@ def _config(args: argparse.Namespace, choice: quickstart_model.Choice, precision
         "optimizer": {"cls": "adamw", "lr": recipe.lr if args.lr is None else args.lr},
         "scheduler": {"cls": "cosine_warmup", "num_warmup_steps": 0},
         "training": {"seed": args.seed, "max_steps": args.steps or recipe.steps},
-        "output_dir": str(args.output),
+        "output_dir": str(output),
     }
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from twinkle_core import registry
-from twinkle_core.cli import checkpoints, journal, quickstart_model, run_files, sft_plan
+from twinkle_core.cli import checkpoints, journal, quickstart_model, resume, run_files, sft_plan
 from twinkle_core.cli.interrupts import Interrupts
 from twinkle_core.config.schema import DatasetConfig, TrainConfig
 
@@ -21,6 +21,18 @@ if TYPE_CHECKING:
     from twinkle_core.contracts.template import Template
     from twinkle_core.data.dataloader import DataLoader
     from twinkle_core.data.dataset import Dataset
+
+
+@dataclass(frozen=True, slots=True)
+class Data:
+    """What is trained on, and how long. ``content``: the fingerprint of the rows before they were encoded."""
+
+    model_id: str
+    template: Template
+    loader: DataLoader
+    eval_loader: DataLoader | None
+    content: str
+    total: int  # steps of the whole run
 
 
 @dataclass(slots=True)
@@ -46,41 +58,59 @@ def run(plan: sft_plan.Plan, say: Callable[[str], None] = print, bar: bool = Tru
     Returns:
         The exit status: 0, or 130 and 143 after SIGINT and SIGTERM.
     """
+    start = resume.look(plan, plan.resume, say) if plan.resume is not None else None
+    if start is not None and plan.config.training.max_steps is not None and start.step >= plan.config.training.max_steps:
+        return _nothing_to_do(start, plan.config.training.max_steps, say)
+    data = load_data(plan, say)
+    if start is not None and start.step >= data.total:
+        return _nothing_to_do(start, data.total, say)
+    current = build(plan, data, start, say)
     checkpoints.sweep(plan.output_dir)
-    current = prepare(plan, say)
-    note(current)
+    note(current, data, start.config if start is not None else plan.config)
     save_steps, limit = plan.config.training.save_steps, plan.config.training.save_total_limit
     saved = current.step
 
-    def save() -> None:
+    def keep() -> None:
         nonlocal saved
-        path = current.model.save(
-            checkpoints.name_of(current.step),
-            plan.output_dir,
-            save_optimizer=True,
-            consumed_train_samples=current.loader.get_state()["consumed_train_samples"],
-        )
+        path = save(current, checkpoints.name_of(current.step))
         checkpoints.rotate(plan.output_dir, limit)
         saved = current.step
         journal.note(f"saved {path}")
 
     def each_step() -> None:
         if save_steps is not None and current.step % save_steps == 0:
-            save()
+            keep()
 
     say(current.model.get_train_configs())
-    status = loop(current, each_step, lambda: None if saved == current.step else save(), bar=bar)
-    missing = journal.plot(journal.read(plan.output_dir / "metrics.jsonl"), plan.output_dir / "loss.png", plan.config.model.id)
+    status = loop(current, each_step, lambda: None if saved == current.step else keep(), bar=bar)
+    missing = journal.plot(journal.read(plan.output_dir / "metrics.jsonl"), plan.output_dir / "loss.png", title(plan.config))
     say(f"no loss plot: {missing}" if missing else f"loss plot: {plan.output_dir / 'loss.png'}")
     if status:
         say(f"stopped after step {current.step} of {current.total}; go on with --resume")
     return status
 
 
-def note(current: Run) -> None:
-    """What the run is, in its folder; when nothing can refuse it any more."""
-    run_files.write_config(current.config, current.plan.output_dir)
-    order = run_files.data_order(current.config, len(current.loader.dataset))
+def save(current: Run, name: str, *, resumable: bool = True) -> str:
+    """A checkpoint in the run's folder, with how far the data is read. Returns its path."""
+    consumed = current.loader.get_state()["consumed_train_samples"]
+    return current.model.save(name, current.plan.output_dir, save_optimizer=resumable, consumed_train_samples=consumed)
+
+
+def title(config: TrainConfig) -> str:
+    """Of the plot: what was trained on what."""
+    names = [part.rstrip("/").rpartition("/")[2] for part in (config.model.id, *(dataset.id for dataset in config.dataset))]
+    return f"{names[0]} ({'LoRA' if config.adapter is not None else 'all weights'}) on {', '.join(names[1:])}"
+
+
+def _nothing_to_do(start: resume.Start, total: int, say: Callable[[str], None]) -> int:
+    say(f"nothing to do: the run is at step {start.step} of {total} (to go on, raise training.max_steps or training.epochs)")
+    return 0
+
+
+def note(current: Run, data: Data, config: TrainConfig) -> None:
+    """What the run is, in its folder; when nothing can refuse it any more. ``config``: what is really used."""
+    run_files.write_config(config, current.plan.output_dir)
+    order = run_files.data_order(config, len(data.loader.dataset), data.content)
     run_files.write_data_order(order, current.plan.output_dir)
 
 
@@ -158,7 +188,16 @@ def _epoch(current: Run) -> float:
 
 
 def prepare(plan: sft_plan.Plan, say: Callable[[str], None] = print) -> Run:
-    """Build data, model and the state of training; the data first, because a fault in them shows sooner than a model loads."""
+    """Data, model and the state of training of a new run."""
+    return build(plan, load_data(plan, say), None, say)
+
+
+def load_data(plan: sft_plan.Plan, say: Callable[[str], None]) -> Data:
+    """The data, and what they tell of the run; before the model, because a fault in them shows sooner than a model loads.
+
+    Raises:
+        BadConfig: a schedule that is too long for the run. DataOrderChanged: not what the run to go on with had.
+    """
     from twinkle_core.runtime.local import seed_everything
 
     config = plan.config
@@ -167,22 +206,30 @@ def prepare(plan: sft_plan.Plan, say: Callable[[str], None] = print) -> Run:
     if model_id in (quickstart_model.DEFAULT, quickstart_model.TOY):
         model_id = quickstart_model.choose(model_id, say).id
     template = _template(config, model_id)
-    loader = _loader(config, config.dataset, template, training=True)
-    eval_loader = _loader(config, config.eval_dataset, template, training=False) if config.eval_dataset else None
+    dataset = _rows(config, config.dataset)
+    content = run_files.fingerprint(dataset)
+    loader = _loader(config, dataset, template, training=True)
+    held_out = config.eval_dataset
+    eval_loader = _loader(config, _rows(config, held_out), template, training=False) if held_out else None
     per_epoch = math.ceil(len(loader) / config.training.gradient_accumulation_steps)
     total = config.training.max_steps or config.training.epochs * per_epoch
     sft_plan.check_scheduler(plan, total)
     say(f"{len(loader.dataset)} rows, {per_epoch} steps an epoch, {total} steps in all")
     if plan.resume is not None:
-        run_files.check_data_order(run_files.data_order(config, len(loader.dataset)), plan.resume)
-    model = _model(plan, model_id, template, total)
-    current = Run(plan, model, loader, eval_loader, total)
-    if plan.resume is not None:
-        state = model.resume_from_checkpoint(plan.resume)
-        loader.resume_from_checkpoint(state["consumed_train_samples"])
+        run_files.check_data_order(run_files.data_order(config, len(loader.dataset), content), plan.resume)
+    return Data(model_id, template, loader, eval_loader, content, total)
+
+
+def build(plan: sft_plan.Plan, data: Data, start: resume.Start | None, say: Callable[[str], None]) -> Run:
+    """The model and the state of training, from the beginning or from a checkpoint."""
+    model = _model(plan, data.model_id, data.template, data.total)
+    current = Run(plan, model, data.loader, data.eval_loader, data.total)
+    if start is not None:
+        state = model.resume_from_checkpoint(start.folder)
+        data.loader.resume_from_checkpoint(state["consumed_train_samples"])
         # a step whose update was skipped (fp16) is none to the model; the folder's name counts them all
-        current.step = checkpoints.step_of(plan.resume, state["cur_step"])
-        say(f"going on from {plan.resume} after step {current.step}")
+        current.step = start.step
+        say(f"going on from {start.folder} after step {current.step}")
     return current
 
 
@@ -195,7 +242,8 @@ def _template(config: TrainConfig, model_id: str) -> Template:
     return template
 
 
-def _dataset(config: TrainConfig, sets: list[DatasetConfig], template: Template) -> Dataset:
+def _rows(config: TrainConfig, sets: list[DatasetConfig]) -> Dataset:
+    """Conversations, not yet encoded."""
     from twinkle_core.data.dataset import Dataset, DatasetMeta
 
     metas = [DatasetMeta(sft_plan.dataset_path(part), part.subset, part.split, _slice(part.slice)) for part in sets]
@@ -207,8 +255,6 @@ def _dataset(config: TrainConfig, sets: list[DatasetConfig], template: Template)
             dataset.map(part.preprocessor.cls, dataset_meta=meta, **part.preprocessor.arguments)
     if len(metas) > 1:
         dataset.mix_dataset(interleave=config.dataset_mix == "interleave")
-    dataset.set_template(template)
-    dataset.encode()
     return dataset
 
 
@@ -216,12 +262,14 @@ def _slice(given: int | list[int] | None) -> range | None:
     return None if given is None else range(given) if isinstance(given, int) else range(*given)
 
 
-def _loader(config: TrainConfig, sets: list[DatasetConfig], template: Template, training: bool) -> DataLoader:
+def _loader(config: TrainConfig, dataset: Dataset, template: Template, training: bool) -> DataLoader:
     from twinkle_core.data.dataloader import DataLoader
 
+    dataset.set_template(template)
+    dataset.encode()
     section = config.dataloader
     return DataLoader(
-        _dataset(config, sets, template),
+        dataset,
         batch_size=section.batch_size,
         shuffle=section.shuffle and training,
         seed=config.training.seed,

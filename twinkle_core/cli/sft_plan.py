@@ -6,7 +6,7 @@ import importlib.util
 import inspect
 import os
 import sys
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from twinkle_core import arguments, errors, hub, registry
 from twinkle_core.cli import checkpoints, quickstart_model
 from twinkle_core.config.schema import AdapterConfig, Component, DatasetConfig, ModelConfig, TemplateConfig, TrainConfig
 from twinkle_core.config.source import Place, Source
-from twinkle_core.isolation import attempt
+from twinkle_core.isolation import Attempt, attempt
 
 #: Data sets that come with twinkle.
 BUNDLED = {"bundled://self-cognition": quickstart_model.bundled_set}
@@ -90,6 +90,8 @@ def _components(config: TrainConfig, source: Source, classes: dict[str, Any]) ->
         yield from faults or _trial(kind, part, resolved, place, source)
 
 
+#: a run's length, where the data has not told it yet
+LONG = 10**9
 #: kinds whose first argument is what they work over
 _OVER = ("optimizer", "scheduler")
 
@@ -111,21 +113,52 @@ def _arguments(target: Any, given: Iterable[str], place: Place, source: Source, 
             yield source.origin((*place, key)), str(error)
 
 
-def _trial(kind: str, part: Component, resolved: Any, place: Place, source: Source, total: int = 10**9) -> Iterator[Fault]:
+def _trial(kind: str, part: Component, resolved: Any, place: Place, source: Source, total: int = LONG) -> Iterator[Fault]:
     """Build it once over a stand-in: a value that its constructor refuses shows now, not when the model is loaded."""
 
-    def build() -> None:
-        if kind == "optimizer" and callable(resolved):
-            resolved([_stand_in()], **part.arguments)
-        elif kind == "scheduler" and callable(resolved):
-            resolved(_stand_in_optimizer(), **with_lengths(resolved, part.arguments, total))
-        elif kind not in _OVER:
-            registry.build(kind, part.cls, part.arguments)
+    def build(given: Mapping[str, Any]) -> Attempt[Any]:
+        return attempt(lambda: _stand_in(kind, part.cls, resolved, given, total))
 
-    got = attempt(build)
-    if got.error is not None:
-        plain = isinstance(got.error, errors.TwinkleError | TypeError | ValueError)
-        yield source.origin(place), f"{kind} '{part.cls}': {got.error if plain else got.why}"
+    got = build(part.arguments)
+    if got.error is None:
+        return
+    plain = isinstance(got.error, errors.TwinkleError | TypeError | ValueError)
+    why = str(got.error) if plain else got.why
+    guilty = _guilty(build, part.arguments)
+    if not guilty:
+        yield source.origin(place), f"{kind} '{part.cls}': {why}"
+    for key in guilty:
+        given = f"{key}={part.arguments[key]!r}: "
+        yield source.origin((*place, key)), f"{kind} '{part.cls}': {given}{why.removeprefix(given)}"
+
+
+def _guilty(build: Callable[[Mapping[str, Any]], Attempt[Any]], given: Mapping[str, Any]) -> list[str]:
+    """The argument that a constructor refuses: without it, it builds. One that stands alone is it, too."""
+    cured = [key for key in given if build({k: v for k, v in given.items() if k != key}).error is None]
+    return cured or (list(given) if len(given) == 1 else [])
+
+
+def _stand_in(kind: str, name: str, resolved: Any, given: Mapping[str, Any], total: int) -> Any:
+    """A component as the run will build it, over a parameter of no importance."""
+    if kind not in _OVER:
+        return registry.build(kind, name, given)
+    if not callable(resolved):
+        return resolved
+    if kind == "optimizer":
+        return stand_in_optimizer(resolved, given)
+    import torch
+
+    over = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2, 2))], lr=1.0)
+    return resolved(over, **with_lengths(resolved, given, total))
+
+
+def stand_in_optimizer(resolved: Any, given: Mapping[str, Any]) -> Any:
+    """An optimizer over a matrix of no importance, with all that the training state checks of one."""
+    import torch
+
+    from twinkle_core.train import optim
+
+    return optim.build(resolved, {"weight": torch.nn.Parameter(torch.zeros(2, 2))}, given)
 
 
 def check_scheduler(plan: Plan, total: int) -> None:
@@ -139,18 +172,6 @@ def check_scheduler(plan: Plan, total: int) -> None:
         faults = list(_trial("scheduler", part, plan.classes["scheduler"], ("scheduler",), plan.source, total))
         if faults:
             raise errors.BadConfig(plan.source.name, faults)
-
-
-def _stand_in() -> Any:
-    import torch
-
-    return torch.nn.Parameter(torch.zeros(2, 2))
-
-
-def _stand_in_optimizer() -> Any:
-    import torch
-
-    return torch.optim.SGD([_stand_in()], lr=1.0)
 
 
 def own_arguments(section: ModelConfig | TemplateConfig) -> dict[str, Any]:

@@ -9,13 +9,30 @@ from twinkle_core import errors, plugins, settings
 from twinkle_core.cli import checkpoints
 
 _TEXT = """\
-Train from one YAML file. Every key can be set beside it: --key value or --key=value, with dots for sections
-(--optimizer.lr 1e-4 --training.max_steps 100 --adapter null). All faults are told, with their lines, before anything is loaded.
+Supervised fine-tuning from one YAML file. All its faults are told at once, with their lines, before anything is loaded.
 
-Writes to output_dir: checkpoint-N (with save_steps, and at the end), metrics.jsonl, loss.png, config.yaml,
-data_order.json (what fixes the order of the rows: a resumed run must have the same).
-Ctrl-C and SIGTERM leave a checkpoint after the running step (exit status 130, 143); a second Ctrl-C stops at once.
-A resumed run has the weights of an unbroken one, bit for bit.
+Override
+  Every key can be set beside the file: --key value or --key=value, with dots for sections and numbers for items of lists:
+  --optimizer.lr 1e-4 --training.max_steps 100 --dataset.slice 100 --adapter null
+
+Resume
+  --resume goes on from the newest checkpoint in output_dir, and begins at step 0 where there is none; --resume FOLDER goes
+  on from that checkpoint. A run that is at its end is left as it is: raise training.max_steps or training.epochs.
+  Rows, seed and shuffle must be those of the run. The checkpoint keeps its own optimizer and scheduler: where the
+  configuration has other values, those that are not used are told. Weights are those of an unbroken run, bit for bit.
+
+Written to output_dir
+  checkpoint-N     weights and all that --resume needs: each training.save_steps, at the end, and where a signal stops it
+  metrics.jsonl    a line each training.logging_steps
+  loss.png         the loss over the steps (needs matplotlib)
+  config.yaml      what was really used, options included; twinkle train reads it
+  data_order.json  what fixes which row comes when: a resumed run must have the same
+
+Exit status
+  0    trained, or nothing to do
+  1    an error; its text is on stderr, and --traceback shows where it was raised
+  2    a command line that can't be read
+  130  stopped by Ctrl-C, 143 by SIGTERM: after the running step, with a checkpoint; a second Ctrl-C stops at once, without
 """
 
 
@@ -31,7 +48,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--schema", action="store_true", help="print the JSON schema of CONFIG.yaml and stop")
     parser.add_argument("config", nargs="?", metavar="CONFIG.yaml", help="see --schema and cookbook/sft.yaml")
     # declared for the help; what follows CONFIG.yaml is read by config.load.options
-    parser.add_argument("--resume", nargs="?", const=checkpoints.AUTO, metavar="FOLDER", help="go on; default: with the newest")
+    parser.add_argument("--resume", nargs="?", const=checkpoints.AUTO, metavar="FOLDER", help="go on; see above")
     parser.add_argument("rest", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     parser.set_defaults(run=run, parser=parser)
 
@@ -59,5 +76,10 @@ def run(args: argparse.Namespace) -> int:
     resume = (own["resume"] or checkpoints.AUTO) if "resume" in own else args.resume
 
     from twinkle_core.cli import sft, sft_plan
+    from twinkle_core.cli.quiet import quiet
 
-    return sft.run(sft_plan.make(config, source, resume))
+    plan = sft_plan.make(config, source, resume)
+    if resume is not None and plan.resume is None:
+        print(f"{plan.output_dir} holds no checkpoint: the run begins at step 0")
+    with quiet():
+        return sft.run(plan)

@@ -58,10 +58,10 @@ class ModelConfig(_Strict):
 class AdapterConfig(_Strict):
     """A LoRA; null instead of it trains all weights."""
 
-    name: str = Field("default", min_length=1)
+    name: str = Field("default", min_length=1, description="what the adapter is called in the model and in checkpoints")
     r: PositiveInt = Field(8, description="rank")
     lora_alpha: float = Field(16, gt=0, description="the update is scaled by lora_alpha / r")
-    lora_dropout: float = Field(0.0, ge=0, lt=1)
+    lora_dropout: float = Field(0.0, ge=0, lt=1, description="share of the adapter's inputs that training drops at random")
     target_modules: str | list[str] = Field("all-linear", description="'all-linear', a regular expression, or a list of names")
     arguments: dict[str, Any] = Field(default_factory=dict, description="further fields of peft.LoraConfig")
     path: str | None = Field(None, description="a folder with an adapter to start from; then no other field but name")
@@ -91,8 +91,8 @@ class DatasetConfig(_Strict):
     id: str = Field(
         min_length=1, description="ms://…, hf://…, a file or folder (json, jsonl, csv, parquet), or bundled://self-cognition"
     )
-    subset: str = "default"
-    split: str = "train"
+    subset: str = Field("default", description="the configuration of a data set that has several")
+    split: str = Field("train", description="which part of it: train, validation, test, ...")
     slice: int | Annotated[list[int], Field(min_length=2, max_length=2)] | None = Field(
         None, description="the first N rows, or [start, stop]"
     )
@@ -103,8 +103,10 @@ class DataloaderConfig(_Strict):
     """How rows are drawn."""
 
     batch_size: PositiveInt = Field(4, description="rows of a batch")
-    shuffle: bool = True
-    num_workers: int = Field(0, ge=0)
+    shuffle: bool = Field(
+        True, description="draw each epoch in another order, fixed by training.seed; evaluation is never shuffled"
+    )
+    num_workers: int = Field(0, ge=0, description="processes that prepare batches; 0: the training process")
     drop_last: bool = Field(False, description="leave out an epoch's last batch where it is short")
 
 
@@ -115,12 +117,14 @@ class TrainingConfig(_Strict):
     epochs: PositiveInt = Field(1, description="rounds over the data")
     gradient_accumulation_steps: PositiveInt = Field(1, description="batches of a step")
     micro_batch_size: PositiveInt | None = Field(None, description="rows that go through the model at once; null: the batch")
-    max_grad_norm: float = Field(1.0, gt=0)
-    logging_steps: PositiveInt = 1
+    max_grad_norm: float = Field(1.0, gt=0, description="longer gradients are scaled down to this norm")
+    logging_steps: PositiveInt = Field(1, description="a line of metrics.jsonl each so many steps")
     save_steps: PositiveInt | None = Field(None, description="a checkpoint each so many steps; there is one at the end anyway")
     save_total_limit: PositiveInt | None = Field(None, description="keep the newest so many checkpoints; null: all")
     eval_steps: PositiveInt | None = Field(None, description="evaluate each so many steps; null: at the end")
-    seed: int = Field(42, ge=0, lt=2**32)
+    seed: int = Field(
+        42, ge=0, lt=2**32, description="of new weights, dropout and the order of rows; the same seed gives the same run"
+    )
 
 
 def _default_optimizer() -> Component:
@@ -135,23 +139,34 @@ class TrainConfig(_Strict):
     """A run of ``twinkle train``."""
 
     task: Literal["sft"] = Field("sft", description="supervised fine-tuning")
-    model: ModelConfig
+    model: ModelConfig = Field(description="which model, and in which precision")
     adapter: AdapterConfig | None = Field(default_factory=AdapterConfig, description="a LoRA; null trains all weights")
-    template: TemplateConfig = Field(default_factory=TemplateConfig)
-    dataset: Annotated[list[DatasetConfig], BeforeValidator(_listed), Field(min_length=1)]
+    template: TemplateConfig = Field(default_factory=TemplateConfig, description="how a conversation becomes tokens and labels")
+    dataset: Annotated[list[DatasetConfig], BeforeValidator(_listed)] = Field(
+        min_length=1, description="what is trained on: one set, or a list of them"
+    )
     dataset_mix: Literal["interleave", "concat"] = Field("interleave", description="how several sets become one")
-    eval_dataset: Annotated[list[DatasetConfig], BeforeValidator(_listed)] = Field(default_factory=list)
-    dataloader: DataloaderConfig = Field(default_factory=DataloaderConfig)
+    eval_dataset: Annotated[list[DatasetConfig], BeforeValidator(_listed)] = Field(
+        default_factory=list, description="what is evaluated on: one set, or a list of them; none: no evaluation"
+    )
+    dataloader: DataloaderConfig = Field(default_factory=DataloaderConfig, description="how rows are drawn")
     processor: Named | None = Field(None, description="padding or packing: a name of kind 'processor'")
-    loss: Named = Field(default_factory=lambda: Component(cls="cross_entropy"))
-    optimizer: Named = Field(default_factory=_default_optimizer)
+    loss: Named = Field(
+        default_factory=lambda: Component(cls="cross_entropy"), description="what is made small: a name of kind 'loss'"
+    )
+    optimizer: Named = Field(
+        default_factory=_default_optimizer, description="a name of kind 'optimizer', with its lr and other arguments"
+    )
     scheduler: Named | None = Field(
         default_factory=lambda: Component(cls="cosine_warmup"),
-        description="num_training_steps and num_warmup_steps (5 %) are filled in where it has them; null: a constant lr",
+        description="a name of kind 'scheduler'; num_training_steps and num_warmup_steps (5 % of the run, begun at lr 0) are "
+        "filled in where it has them; null: a constant lr",
     )
-    metrics: list[Named] = Field(default_factory=_default_metrics)
-    training: TrainingConfig = Field(default_factory=TrainingConfig)
-    output_dir: str = Field("output", min_length=1, description="checkpoints, metrics.jsonl and loss.png")
+    metrics: list[Named] = Field(default_factory=_default_metrics, description="what is measured: names of kind 'metric'")
+    training: TrainingConfig = Field(default_factory=TrainingConfig, description="how long, and what is written when")
+    output_dir: str = Field(
+        "output", min_length=1, description="folder of checkpoints, metrics.jsonl, loss.png, config.yaml and data_order.json"
+    )
 
     @model_validator(mode="after")
     def _eval_has_data(self) -> TrainConfig:

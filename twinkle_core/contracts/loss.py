@@ -38,7 +38,7 @@ class Loss(ABC):
 
         Args:
             inputs: tensors ``[B, T]``; ``labels`` are aligned, -100 is ignored.
-            outputs: the fields named in ``needs``.
+            outputs: the fields named in ``needs``, as a copy: what is written into it reaches nobody.
             loss_args: the keyword arguments of ``forward_backward``; declare them as real keyword parameters (``args`` is
                 always empty: with both, type checkers accept that).
 

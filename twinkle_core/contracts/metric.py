@@ -29,10 +29,13 @@ class Metric(ABC):
 
     @abstractmethod
     def accumulate(self, inputs: InputFeature, outputs: ModelOutput) -> None:
-        """Take in one collated batch. Keep tensors on their device; do not synchronise here."""
+        """Take in one collated batch. Keep tensors on their device; do not synchronise here.
+
+        In training: of a call that succeeded, whatever becomes of its window later (one that is dropped has no ``on_step``).
+        """
 
     def on_step(self, result: StepResult) -> None:  # noqa: B027  (optional)
-        """Called once for each closed window of a training session."""
+        """Called once for each closed window of a training session; not for one that was dropped."""
 
     @abstractmethod
     def state(self) -> dict[str, Any]:

@@ -59,9 +59,8 @@ class DatasetMeta:
     def __post_init__(self) -> None:
         if not self.dataset_id and self.data is None:
             raise DataError.argument("dataset_id", self.dataset_id, "give an id or a path, or rows with data=")
-        cut = self.data_slice
-        if cut is not None and not (isinstance(cut, Sequence) and all(isinstance(i, int) for i in cut)):
-            raise DataError.argument("data_slice", self.data_slice, "a range or a list of whole numbers")
+        if self.data_slice is not None:
+            _check_slice(self.data_slice)
         if self.data is None:
             return
         if isinstance(self.data, (str, Mapping)) or not isinstance(self.data, Iterable):
@@ -84,6 +83,17 @@ class DatasetMeta:
     def name(self) -> str:
         """How messages call it."""
         return self.dataset_id or "the data in memory"
+
+
+def _check_slice(cut: Any) -> None:
+    if not isinstance(cut, Sequence) or isinstance(cut, (str, bytes)):
+        raise DataError.argument("data_slice", cut, "give a range or a list of whole numbers, such as range(1000)")
+    if not isinstance(cut, range):
+        for place, index in enumerate(cut):
+            if isinstance(index, bool) or not isinstance(index, int):
+                raise DataError.argument(f"data_slice[{place}]", index, "give a range or a list of whole numbers")
+    if not cut:
+        raise DataError.argument("data_slice", cut, "it takes no row at all; leave it out to take all")
 
 
 def load(meta: DatasetMeta) -> datasets.Dataset:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from twinkle_core.errors import DataError, NeedsLibrary
 
@@ -176,6 +176,8 @@ def dumps(row: Mapping[str, Any], index: int) -> str:
         text = json.dumps(row, ensure_ascii=False, default=_plain, separators=(",", ":"))
         if not text.isascii():
             text.encode()
+        if (odd := _other_key(row)) is not None:  # JSON would make a text of it in silence
+            raise DataError.key(odd.value)
     except UnicodeEncodeError as cause:
         near = cause.object[max(cause.start - 20, 0) : cause.end + 5]
         raise DataError.in_row("a data set", index, DataError.half_character(near)) from cause
@@ -184,6 +186,32 @@ def dumps(row: Mapping[str, Any], index: int) -> str:
     except (TypeError, ValueError, RecursionError) as cause:  # keys that are no text, a circle, too deep
         raise DataError.in_row("a data set", index, DataError.unkept(cause)) from cause
     return text
+
+
+_TEXT = {str}
+_LEAVES = {str, int, float, bool, type(None)}
+
+
+class _Key(NamedTuple):
+    value: Any  # None too may be a key
+
+
+def _other_key(value: Any) -> _Key | None:
+    """The first key in a value that is no text. Looks at types in bulk: each row passes here."""
+    if isinstance(value, dict):
+        if _types(value) != _TEXT:
+            for key in value:
+                if not isinstance(key, str):
+                    return _Key(key)
+        value = value.values()
+    if _types(value) <= _LEAVES:
+        return None
+    inner = (v for v in value if isinstance(v, (dict, list, tuple)))
+    return next((found for v in inner if (found := _other_key(v)) is not None), None)
+
+
+def _types(values: Iterable[Any]) -> set[type]:
+    return set(map(type, values))
 
 
 def _plain(value: Any) -> Any:

@@ -9,7 +9,10 @@ from twinkle_core.types import IGNORE_INDEX, InputFeature, ModelOutput
 
 
 class AccuracyMetric(Metric):
-    """Share of labelled tokens whose label is the argmax of the logits. Labels are aligned, so nothing is shifted here."""
+    """Share of labelled tokens whose label is the argmax of the logits. Labels are aligned, so nothing is shifted here.
+
+    All calls that succeeded count, those of a window that was dropped or skipped later too.
+    """
 
     needs = frozenset({"predictions"})
 

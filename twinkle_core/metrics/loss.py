@@ -11,7 +11,8 @@ from twinkle_core.types import InputFeature, ModelOutput
 class LossMetric(Metric):
     """Mean loss per item over all that was accumulated, and the loss's own numbers beside it.
 
-    Items are weighted alike, whatever batch or rank they came in. Without any item there is no number.
+    Items are weighted alike, whatever batch or rank they came in. Without any item there is no number. All calls that succeeded
+    count, those of a window that was dropped or skipped later too: it is the loss of what was computed.
     """
 
     needs = frozenset({"loss"})

@@ -8,7 +8,9 @@ template's own, and there the assistant's turns have clear bounds:
 * a turn begins where the generation prompt of that place ends (rendered from the messages before it), so a header, and a
   ``<think>`` that is part of the prompt, are never trained; tags that the model has to write itself are;
 * it ends with the end token, which is what the template writes after an assistant's text whatever follows. In a family without
-  an end token of its own the next role's token ends the turn, and is trained.
+  an end token of its own the next role's token ends the turn, and is trained where the model has to write it: a user's or a
+  tool's, with which it stops. Before another message of the assistant or the system the template's token is not one
+  with which it stops, so such a turn is trained without an end.
 
 Then the marks are replaced by the texts one after the other, and the result must be the real rendering, character by
 character. Whatever led to the bounds, they must follow one another, and no other role's header and no end token but the last
@@ -33,6 +35,8 @@ from twinkle_core.templates.messages import Turn
 Render = Callable[[Sequence[Turn], "list[Any] | None", bool], str]
 
 _CACHE_SIZE = 2048
+#: Roles that no model hands over to by writing their token.
+_NEVER_ASKED = frozenset({"assistant", "system", "developer"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +196,8 @@ class Locator:
             if places != list(range(first, last + 1)):
                 raise TemplateError.at(turn, "assistant", "the chat template mixes its text with another message's")
             head = self._head(marker, turn, marked, tools, literals[first], order[first - 1] if first else None)
-            tail = self._tail(turn, message, literals[last + 1], final=last + 1 == len(order))
+            follower = messages[turn + 1]["role"] if turn + 1 < len(messages) else ""
+            tail = self._tail(turn, message, literals[last + 1], follower, final=last + 1 == len(order))
             bound = _Bound(turn, first, head, last, tail)
             self._check_bound(bound, bounds[-1] if bounds else None, literals)
             bounds.append(bound)
@@ -278,8 +283,8 @@ class Locator:
             _remember(self._prompts, key, prompt)
         return self._prompts[key]
 
-    def _tail(self, turn: int, message: Turn, literal: str, final: bool) -> int:
-        """How much of the literal after a turn's last text belongs to the turn."""
+    def _tail(self, turn: int, message: Turn, literal: str, follower: str, final: bool) -> int:
+        """How much of the literal after a turn's last text belongs to the turn. ``follower``: the role of the next message."""
         given = arguments_of(message)
         if self.end:
             if self.end in given:
@@ -294,7 +299,8 @@ class Locator:
             raise TemplateError.at(turn, "assistant", way)
         token = self._special.search(literal)  # the next role's token is what the model stops with
         if token is not None:
-            return token.end()
+            stops = follower not in _NEVER_ASKED or token.group() == self.stop
+            return token.end() if stops else token.start()
         if final:
             return len(literal.rstrip())
         if "tool_calls" in message:

@@ -188,8 +188,41 @@ def write(model: Sessions, session: Session, folder: Path, parts: Parts | None, 
 # ---------------------------------------------------------------------------------------------------- reading
 
 
-def read_state(folder: Path) -> TrainerState | None:
+def inspect(folder: Path, *, resume_only_model: bool = False, hashes: bool = False) -> TrainerState:
+    """What a checkpoint says of itself, without a model: all that ``resume_from_checkpoint`` would find wrong with the folder
+    alone. Ask it before data and model are loaded.
+
+    Args:
+        folder: what ``save`` wrote.
+        resume_only_model: whether weights alone are wanted; else it must hold the training state.
+        hashes: read all files whole and compare their hashes; False: that they are there, and their sizes. (Resuming compares
+            hashes in any case.)
+
+    Raises:
+        CheckpointNotFound: no folder, or one without ``trainer_state.json``. CheckpointDamaged, CheckpointMismatch: the text
+        names the file.
+    """
+    state = read_state(folder, hashes=hashes)
+    if state is None:
+        raise CheckpointNotFound(str(folder), f"the folder has no {STATE_FILE}; load() takes plain folders")
+    if resume_only_model:
+        return state
+    if not state.resumable:
+        raise CheckpointMismatch(
+            str(folder), "it holds weights alone (saved without save_optimizer=True); load it with resume_only_model=True"
+        )
+    for stem, there in (("engine", True), ("rng", True), ("optimizer", state.optimizer), ("scheduler", state.scheduler)):
+        if there:
+            with _reading(folder, f"{stem}.json"):
+                _data(folder, stem)
+    return state
+
+
+def read_state(folder: Path, *, hashes: bool = True) -> TrainerState | None:
     """``trainer_state.json``, and all files it names verified; None where there is no such file (a plain PEFT or model folder).
+
+    Args:
+        hashes: compare the files' hashes too, which reads them whole.
 
     Raises:
         CheckpointNotFound, CheckpointDamaged, CheckpointMismatch: the text names the file.
@@ -218,11 +251,11 @@ def read_state(folder: Path) -> TrainerState | None:
         where = ".".join(map(str, first["loc"]))
         raise CheckpointDamaged(str(path), f"field '{where}': {first['msg']}") from error
     for name, entry in state.files.items():
-        _verify(folder, name, entry)
+        _verify(folder, name, entry, hashes)
     return state
 
 
-def _verify(folder: Path, name: str, entry: FileEntry) -> None:
+def _verify(folder: Path, name: str, entry: FileEntry, hashes: bool) -> None:
     path = folder / name
     if not path.resolve().is_relative_to(folder.resolve()):
         raise CheckpointDamaged(str(path), "it lies outside the checkpoint")
@@ -231,7 +264,7 @@ def _verify(folder: Path, name: str, entry: FileEntry) -> None:
     size = path.stat().st_size
     if size != entry.size:
         raise CheckpointDamaged(str(path), f"it has {size} bytes and was written with {entry.size}")
-    if sha256(path) != entry.sha256:
+    if hashes and sha256(path) != entry.sha256:
         raise CheckpointDamaged(str(path), "its content has changed since it was written (sha256 differs)")
 
 
@@ -275,12 +308,8 @@ def read(model: Sessions, session: Session, folder: Path, state: TrainerState) -
     """Read and check all that ``apply`` will set.
 
     Raises:
-        CheckpointMismatch: another model, optimizer or scheduler, or weights alone.
+        CheckpointMismatch: another model, optimizer or scheduler.
     """
-    if not state.resumable:
-        raise CheckpointMismatch(
-            str(folder), "it holds weights alone (saved without save_optimizer=True); load it with resume_only_model=True"
-        )
     loaded = Loaded(state)
     parameters = model.adapters.parameters(session.name)
     source = str(folder / "optimizer.json")

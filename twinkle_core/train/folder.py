@@ -60,6 +60,19 @@ def _sync(path: Path) -> None:
         os.close(handle)
 
 
+def _share(folder: Path) -> None:
+    """Give all files the rights of new ones. Some libraries write through temporary files, which are their owner's alone.
+
+    What the umask leaves of a right is read off ``folder``, which was made under it: asking for it means setting it, for
+    all threads.
+    """
+    rights = folder.stat().st_mode & 0o666
+    for path in folder.rglob("*"):
+        if path.is_file() and path.stat().st_mode & 0o777 != rights:
+            with contextlib.suppress(OSError):  # a disk that keeps no rights
+                path.chmod(rights)
+
+
 def _aside(path: Path) -> Path:
     """Where an old folder waits while its successor takes its place."""
     return path.with_name(f".{path.name}.old")
@@ -148,6 +161,7 @@ def replacing(path: Path) -> Iterator[Path]:
         _check_free(path)
         temporary.mkdir(parents=True)
         yield temporary
+        _share(temporary)
         for file in sorted(p for p in temporary.rglob("*")):
             _sync(file)
         _sync(temporary)

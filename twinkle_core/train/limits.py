@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Mapping
 from numbers import Real
 from typing import Any
 
@@ -12,6 +13,26 @@ from twinkle_core.errors import BadArgument
 def is_number(value: Any) -> bool:
     """Whether a value is a real number: no truth value, text or None."""
     return isinstance(value, Real) and not isinstance(value, bool)
+
+
+#: why a configuration brings a text where a number was written
+A_TEXT = "a number, and this is a text (YAML reads 1e-4 as one; 1.0e-4 is a number there)"
+
+
+def number_texts(kwargs: Mapping[str, Any]) -> Iterator[str]:
+    """Keywords whose value is a text that spells a number, or holds one."""
+    for key, value in kwargs.items():
+        values = value if isinstance(value, (list, tuple)) else [value]
+        if any(isinstance(v, str) and _spells_number(v) for v in values):
+            yield key
+
+
+def _spells_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 def check_clip(max_grad_norm: Any, norm_type: Any) -> None:

@@ -13,7 +13,8 @@ from twinkle_core import arguments
 from twinkle_core.contracts.engine import Batch
 from twinkle_core.contracts.loss import Loss
 from twinkle_core.contracts.metric import Metric
-from twinkle_core.errors import BadLossResult, LabelsMissing
+from twinkle_core.errors import BadLossResult, LabelsMissing, NotDeclared, TwinkleError
+from twinkle_core.train import normalise
 from twinkle_core.train.limits import is_number
 from twinkle_core.types import InputFeature, LossOutput, ModelOutput
 
@@ -21,6 +22,8 @@ from twinkle_core.types import InputFeature, LossOutput, ModelOutput
 FROM_LABELS = frozenset({"logps", "entropies", "predictions"})
 #: outputs that core itself adds, for metrics
 OF_CORE = frozenset({"loss", "num_items", "loss_metrics", "labels"})
+#: outputs that a loss may declare
+NEEDED = frozenset(ModelOutput.KEYS) - OF_CORE - {"output_layer"}
 
 
 class FunctionLoss(Loss):
@@ -46,6 +49,34 @@ class FunctionLoss(Loss):
         if isinstance(result, torch.Tensor) and result.dim() == 0:
             return LossOutput(result, 1.0)
         return result  # type: ignore[no-any-return]  # checked where it is called
+
+
+class _Asked(ModelOutput):
+    """An output as a loss sees it: a copy, which remembers what was read."""
+
+    @property
+    def read(self) -> list[str]:
+        """In the order of reading. Kept beside the output's keys, which is what its attributes are."""
+        return list(dict.fromkeys(self.__dict__.get("read_keys", ())))
+
+    def __getattr__(self, key: str) -> Any:
+        self._note(key)
+        return super().__getattr__(key)
+
+    def __getitem__(self, key: str) -> Any:
+        self._note(key)
+        return super().__getitem__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self._note(key)
+        return super().get(key, default)
+
+    def _note(self, key: str) -> None:
+        self.__dict__.setdefault("read_keys", []).append(key)
+
+
+#: what code raises that takes a tensor where there is None, or no such key
+_WITHOUT = (AttributeError, TypeError, LookupError, ValueError, RuntimeError)
 
 
 def name_of(loss: Loss) -> str:
@@ -107,11 +138,22 @@ def call(loss: Loss, batch: Batch, output: ModelOutput, *, train: bool = False) 
         train: a backward follows, so it must have a graph.
 
     Raises:
-        BadLossResult.
+        BadLossResult. NotDeclared: it failed after it had read an output that is not among its ``needs``.
     """
     if batch.dummy:
         return LossOutput(_zero(output), 0.0)
-    result: Any = loss(batch.inputs, output, **batch.loss_args)
+    seen = _Asked(output)
+    try:
+        result: Any = loss(batch.inputs, seen, **batch.loss_args)
+    except TwinkleError:
+        raise
+    except _WITHOUT as error:
+        read = [key for key in seen.read if key in NEEDED]
+        missing = next((key for key in read if key not in loss.needs and key not in output), None)
+        if missing is not None:
+            plain = type(loss) is FunctionLoss
+            raise NotDeclared(name_of(loss), missing, read, loss.needs, error, plain=plain) from error
+        raise
     if not isinstance(result, LossOutput):  # a Loss of a third party may return anything
         what = f"a tensor {list(result.shape)}" if isinstance(result, torch.Tensor) else type(result).__name__
         raise BadLossResult(name_of(loss), what)
@@ -120,19 +162,31 @@ def call(loss: Loss, batch: Batch, output: ModelOutput, *, train: bool = False) 
         raise BadLossResult(name_of(loss), f"LossOutput whose sum is {shape}, not a scalar tensor")
     if train and not result.sum.requires_grad:
         raise BadLossResult(name_of(loss), "LossOutput whose sum has no graph, so there is nothing to go back through")
-    _check_weight(name_of(loss), result.weight)
-    return result
+    return LossOutput(result.sum, _checked_weight(name_of(loss), result.weight), result.metrics)
 
 
-def _check_weight(name: str, weight: Any) -> None:
-    """A number of items. What a tensor holds is seen when the window closes: looking at it here would wait for the device."""
+def _checked_weight(name: str, weight: Any) -> Any:
+    """A number of items, or BadLossResult. Looking into a device's tensor would wait for the device: there it is marked."""
     if isinstance(weight, torch.Tensor):
         if weight.dim() != 0:
             raise BadLossResult(name, f"LossOutput whose weight is a tensor {list(weight.shape)}, not a scalar")
-    elif not is_number(weight):
-        raise BadLossResult(name, f"LossOutput whose weight is {weight!r}, not a number")
-    elif not 0 <= weight < math.inf:
-        raise BadLossResult(name, f"LossOutput whose weight is {weight!r}, which is no count of items")
+        if weight.device.type != "cpu":
+            return marked(weight)
+        number: Any = float(weight.detach())
+    else:
+        number = weight
+    if not is_number(number):
+        raise BadLossResult(name, f"LossOutput whose weight is {number!r}, not a number")
+    if not 0 <= number < math.inf:
+        raise BadLossResult(name, f"LossOutput whose weight is {number!r}, which is no count of items")
+    return weight
+
+
+def marked(weight: torch.Tensor) -> torch.Tensor:
+    """The weight, and NaN where it is no count: other calls' weights outweigh a negative number, but not a NaN, so the window
+    that it is added to is refused when it closes. Does not synchronise."""
+    exact = normalise.as_scalar(weight, weight.device)
+    return torch.where((exact >= 0) & exact.isfinite(), exact, math.nan)
 
 
 def detached(loss: LossOutput) -> LossOutput:

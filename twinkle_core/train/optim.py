@@ -11,7 +11,7 @@ import torch
 
 from twinkle_core import arguments
 from twinkle_core.errors import BadArgument, BadOptimizer, CheckpointMismatch, NoTrainableParameters
-from twinkle_core.train.limits import is_number
+from twinkle_core.train.limits import A_TEXT, is_number, number_texts
 from twinkle_core.train.plain import from_plain, to_plain
 
 #: where a class takes them and the user gave none
@@ -26,8 +26,10 @@ def _takes(cls: Callable[..., Any]) -> set[str]:
 
 
 def check_kwargs(cls: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
-    """Raise WrongArgument for a keyword that the optimizer does not have, BadArgument for a rate that is no number."""
+    """Raise WrongArgument for a keyword that the optimizer does not have, BadArgument for a text or rate that is no number."""
     arguments.check(cls, kwargs, positional=1)
+    for key in number_texts(kwargs):
+        raise BadArgument(key, kwargs[key], A_TEXT)
     for key in DEFAULTS.keys() & kwargs.keys() & _takes(cls):
         value = kwargs[key]
         if isinstance(value, torch.Tensor) and value.numel() == 1:

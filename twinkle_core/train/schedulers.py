@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from twinkle_core.errors import BadScheduler
-from twinkle_core.train.limits import is_number
+from twinkle_core.train.limits import A_TEXT, is_number, number_texts
 from twinkle_core.train.optim import described
 
 #: what a scheduler raises for arguments that it can't count with
@@ -31,6 +31,9 @@ def rehearse(spec: Callable[..., Any], optimizer: Optimizer, kwargs: Mapping[str
     Raises:
         BadScheduler.
     """
+    name = getattr(spec, "__name__", repr(spec))
+    for key in number_texts(kwargs):
+        raise BadScheduler(name, f"{key}={kwargs[key]!r}: it must be {A_TEXT}")
     if "schedulers" in kwargs:  # they hold the optimizer itself, so what is made of them can't be tried elsewhere
         return
     stand_in = copy.copy(optimizer)
@@ -45,7 +48,6 @@ def rehearse(spec: Callable[..., Any], optimizer: Optimizer, kwargs: Mapping[str
     except BadScheduler:
         raise
     except _REFUSALS as error:
-        name = getattr(spec, "__name__", repr(spec))
         raise BadScheduler(name, f"of {described(kwargs)} it says: {error or type(error).__name__}") from error
 
 
@@ -100,7 +102,8 @@ class CosineWarmup(_Factor):
     """Linear warm-up from 0, then half a cosine down to ``min_lr_ratio`` (Loshchilov & Hutter 2017, SGDR, without restarts).
 
     After s updates, w = num_warmup_steps, n = num_training_steps, m = min_lr_ratio:
-    s / w up to w; then m + (1 - m) (1 + cos(pi (s - w) / (n - w))) / 2; m from n on.
+    s / w up to w; then m + (1 - m) (1 + cos(pi (s - w) / (n - w))) / 2; m from n on. The k-th update uses the rate after
+    s = k - 1: as in transformers, with a warm-up the first update has learning rate 0 and changes no weight.
 
     Args:
         optimizer: given by ``set_lr_scheduler``.
@@ -137,6 +140,8 @@ class CosineWarmup(_Factor):
 class LinearWarmup(_Factor):
     """Linear warm-up from 0, then linear decay to 0 at ``num_training_steps``.
 
+    As in transformers, with a warm-up the first update has learning rate 0 and changes no weight.
+
     Args:
         optimizer: given by ``set_lr_scheduler``.
         num_warmup_steps: updates of warm-up.
@@ -161,6 +166,8 @@ class LinearWarmup(_Factor):
 
 class Constant(_Factor):
     """Linear warm-up from 0, then the base learning rate.
+
+    As in transformers, with a warm-up the first update has learning rate 0 and changes no weight.
 
     Args:
         optimizer: given by ``set_lr_scheduler``.

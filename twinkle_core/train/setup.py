@@ -35,6 +35,13 @@ class SetupVerbs(Sessions):
     def set_loss(self, loss_cls: Any, *, adapter_name: str | None = None, **kwargs: Any) -> None:
         """A Loss, its class, its name, or a callable ``(inputs, outputs, **loss_args)`` that returns a mean or LossOutput.
 
+        A callable gets ``outputs.logits`` and nothing else, unless it declares what it reads, before it is given here::
+
+            def nll(inputs, outputs):
+                return -outputs.logps.sum() / (inputs["labels"] != -100).sum()
+
+            nll.needs = {"logps"}
+
         Args:
             kwargs: for its constructor; checked here, not at the first step.
         """
@@ -126,6 +133,12 @@ class SetupVerbs(Sessions):
         self, metric_cls: Any, is_training: bool | None = None, *, adapter_name: str | None = None, **kwargs: Any
     ) -> None:
         """A Metric, its class or its name.
+
+        A metric of training counts what was computed: each ``forward_backward`` (or ``backward``) that succeeded, when it did.
+        What becomes of the gradients afterwards takes nothing out: calls of a window that is dropped later
+        (``zero_grad(drop=True)``, NonFiniteGradients) or whose update is skipped stay counted, since the numbers may have
+        been read and reset within the window. A call that fails counts nothing. ``on_step`` tells a metric which windows
+        led to an update (``skipped`` of ``train``).
 
         Args:
             is_training: True: of training calls; False: of ``forward_only``; None: one for each (of an instance, a copy).

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from twinkle_core import plugins
-from twinkle_core.errors import BadArgument, CheckpointMismatch, CheckpointNotFound
+from twinkle_core.errors import BadArgument, CheckpointMismatch
 from twinkle_core.train import checkpoint, folder, limits
 from twinkle_core.train.session import Session
 from twinkle_core.train.sessions import Sessions, one_at_a_time
@@ -109,9 +109,7 @@ class StorageVerbs(Sessions):
         if not isinstance(checkpoint_dir, (str, Path)):
             raise BadArgument("checkpoint_dir", checkpoint_dir, "the path of a folder")
         path = Path(checkpoint_dir)
-        state = checkpoint.read_state(path)
-        if state is None:
-            raise CheckpointNotFound(str(path), f"the folder has no {folder.STATE_FILE}; load() takes plain folders")
+        state = checkpoint.inspect(path, resume_only_model=resume_only_model, hashes=True)
         checkpoint.check_owner(state, session, path)
         if state.fingerprint != checkpoint.fingerprint(self.adapters, session.name):
             raise CheckpointMismatch(

@@ -76,7 +76,7 @@ class UpdateVerbs(ForwardVerbs):
         """At the end of a window: drop its gradients.
 
         Args:
-            drop: give up an open window too.
+            drop: give up an open window too. Metrics keep what they took in of its calls: they say what was computed.
 
         Returns:
             Whether it did.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from peft import LoraConfig
@@ -172,7 +174,7 @@ def test_models_that_cap_their_logits_go_by_their_logits():
     layer = m.module.get_output_embeddings()
     hidden = m.module.model(input_ids=torch.tensor([batch[0]["input_ids"]])).last_hidden_state
     wrong = cross_entropy(layer(hidden)[0], torch.tensor(batch[0]["labels"]))
-    assert abs(float(wrong) - expected) > 1e-4
+    assert abs(wrong.item() - expected) > 1e-4
     m.set_loss("chunked_cross_entropy")
     with pytest.raises(NotComputed, match="Gemma2ForCausalLM"):
         m.forward_backward(batch)
@@ -329,6 +331,7 @@ def test_B27_left_padding_does_not_shift_positions():
         m.zero_grad(drop=True)
 
 
+@pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys did not match:RuntimeWarning:peft")  # plain peft
 def test_experts_train_save_and_load_in_both_layouts(tmp_path, ids):
     """transformers computes with experts fused and stores them one by one; what is saved is what it stores."""
     from peft import PeftModel
@@ -345,7 +348,9 @@ def test_experts_train_save_and_load_in_both_layouts(tmp_path, ids):
     m.clip_grad_and_step()
     (batch,) = m.engine.prepare(m._resolved(m.sessions[""]), rows(7))
     assert m.engine.forward(batch, frozenset({"aux_loss"}), train=True).aux_loss.requires_grad
-    m.add_adapter_to_model("a", LoraConfig(**LORA))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # patterns that peft adds for experts by itself, and misses, are no user's concern
+        m.add_adapter_to_model("a", LoraConfig(**LORA))
     m.set_optimizer("adamw", lr=1e-2, adapter_name="a")
     m.forward_backward(rows(7, 4))
     m.clip_grad_and_step()

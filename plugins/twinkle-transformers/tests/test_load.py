@@ -22,6 +22,7 @@ from twinkle_core.errors import (
     WrongType,
 )
 from twinkle_core.mesh import DeviceMesh
+from twinkle_transformers.load import set_checkpointing
 from twinkle_transformers.model import TransformersModel
 from twinkle_transformers.testing import ToyL, ToyLConfig, tiny_config
 
@@ -94,6 +95,28 @@ def test_unknown_values(tiny):
         TransformersModel(model_id=tiny, mixed_precision="fp16", grad_scaler_config={"init_scal": 2.0})
     with pytest.raises(NoModel, match="model_id"):
         model()
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("modl_id", "model_id"),
+        ("model", "model_id"),
+        ("modelid", "model_id"),
+        ("confg", "config"),
+        ("devicemesh", "device_mesh"),
+    ],
+)
+def test_a_misspelt_model_is_told_with_the_right_word(tiny, given, meant):
+    with pytest.raises(WrongArgument, match=f"has no parameter '{given}'. Did you mean '{meant}'"):
+        model(**{given: tiny})
+    with pytest.raises(WrongArgument, match=f"has no parameter '{given}'. Did you mean '{meant}'"):
+        model(LlamaForCausalLM, **{given: tiny})
+
+
+def test_without_a_model_words_that_name_none_are_shown():
+    with pytest.raises(NoModel, match=r"model_id=(.|\n)*num_hidden_layers=\.\.\., dtype=\.\.\., names no model"):
+        model(num_hidden_layers=2, dtype="auto")
 
 
 @pytest.mark.parametrize(
@@ -245,3 +268,11 @@ def test_ready_made_optimizer_has_fp32_weights_too(tiny, tmp_path):
         assert {p.dtype for p in m.module.parameters()} == {torch.float32}
         m.forward_backward([{"input_ids": [5, 6], "labels": [6, 7]}])
         m.clip_grad_and_step()
+
+
+@pytest.mark.filterwarnings("error")
+def test_switching_checkpointing_asks_transformers_by_its_present_names(llama):
+    flags = lambda: {m.gradient_checkpointing for m in llama.modules() if hasattr(m, "gradient_checkpointing")}  # noqa: E731
+    for wanted, expected in ((True, True), (None, False), (True, True), (False, False)):
+        set_checkpointing(llama, wanted)
+        assert flags() == {expected}

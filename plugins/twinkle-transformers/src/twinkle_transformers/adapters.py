@@ -135,6 +135,9 @@ class PeftAdapters(AdapterStore):
         inference_mode, config.inference_mode = config.inference_mode, False
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)  # peft asks the older name
+            for patterns in ("rank_pattern", "alpha_pattern"):
+                if not getattr(config, patterns, None):  # for fused experts peft adds some itself, and misses them itself
+                    warnings.filterwarnings("ignore", f"The following {patterns} keys did not match", RuntimeWarning)
             if self._peft is None:
                 self._peft = _Tree(self.module, config, inner)
             else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -135,13 +135,21 @@ def load_model(
     options = dict(options)
     if model_id is None:
         if config is None and not (options and getattr(cls, "config_class", None)):
-            raise NoModel(owner)
+            _no_model(owner, own, options)
         model = _build(owner, own, cls, config, options)
     else:
         model = _load(owner, own, cls, str(model_id), config, precision, options)
     if "device_map" not in options:
         model = model.to(device)
     return model.eval()
+
+
+def _no_model(owner: str, own: frozenset[str], options: Mapping[str, Any]) -> NoReturn:
+    """There is no model to ask what it knows; but a word that is like one of the constructor's is what is missing."""
+    for key in options:
+        if key not in _FROM_PRETRAINED and (near := closest(key, own)):
+            raise WrongArgument(owner, key, near)
+    raise NoModel(owner, options)
 
 
 def _build(owner: str, own: frozenset[str], cls: Any, config: Any, options: dict[str, Any]) -> Any:
@@ -206,4 +214,7 @@ def set_checkpointing(model: Any, wanted: bool | None) -> None:
         else:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=settings)
     elif any(getattr(m, "gradient_checkpointing", False) for m in model.modules()):
-        model.gradient_checkpointing_disable()
+        if hasattr(model, "activation_checkpointing_disable"):
+            model.activation_checkpointing_disable()
+        else:
+            model.gradient_checkpointing_disable()
