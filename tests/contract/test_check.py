@@ -158,10 +158,10 @@ def test_a_component_that_ends_the_process_or_hangs_costs_its_own_row(acme, chec
         modules={"acme_exits.py": "import os; os._exit(5)"},
     )
     began = time.monotonic()
-    status, text = check("acme", "--timeout", "6")
-    assert status == 1 and time.monotonic() - began < 90
+    status, text = check("acme", "--timeout", "15")
+    assert status == 1 and time.monotonic() - began < 150
     assert "failed: loss a_exits: runs\n    it ended the process (exit status 3)" in text
-    assert "failed: loss b_hangs: runs\n    it took longer than 6 s, at " in text and "acme_check.py:" in text
+    assert "failed: loss b_hangs: runs\n    it took longer than 15 s, at " in text and "acme_check.py:" in text
     assert line(text, "loss c_good")[1] == 0
     assert "failed: patch exits: runs\n    it ended the process (exit status 5)" in text
 
