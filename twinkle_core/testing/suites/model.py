@@ -161,7 +161,9 @@ class ModelSuite(Suite):
         }
         for way, (windows, how) in ways.items():
             norms, cut = self.updates(name, windows, **how)
-            assert norms == pytest.approx(whole, rel=10 * self.tolerance), f"{way}: gradient norms {norms}, and {whole} in one piece"
+            assert norms == pytest.approx(whole, rel=10 * self.tolerance), (
+                f"{way}: gradient norms {norms}, and {whole} in one piece"
+            )
             assert_close(cut, one, start, self.tolerance, way)
 
     def updates(self, name: str, windows: Sequence[Sequence[Rows]], **how: Any) -> tuple[list[float], Weights]:
@@ -345,8 +347,8 @@ class ModelSuite(Suite):
             alone, mine, theirs = (each[name] for each in (one, first, second))
             assert_same(mine["weights"], theirs["weights"])
             assert mine["norms"] == pytest.approx(alone["norms"], rel=10 * self.tolerance), (
-                f"two ranks ('{name}'): gradient norms {mine['norms']}, and {alone['norms']} in one process: gradients are summed "
-                "over ranks and divided once, by the weight of all (finish_grads)"
+                f"two ranks ('{name}'): gradient norms {mine['norms']}, and {alone['norms']} in one process: gradients are "
+                "summed over ranks and divided once, by the weight of all (finish_grads)"
             )
             assert_close(mine["weights"], alone["weights"], alone["start"], self.tolerance, f"two ranks ('{name}')")
             for rank in (mine, theirs):
