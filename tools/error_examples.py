@@ -183,6 +183,8 @@ entry(
     e.TemplateError.at(3, None, "'role' must be a text such as 'user'"),
     e.TemplateError.shape({"text": "hello"}),
     e.TemplateError.rendering("Conversation roles must alternate user/assistant/user/assistant/..."),
+    e.TemplateError.role(2, "Assistant", "assistant", ("system", "user", "assistant", "tool", "developer", "function")),
+    e.TemplateError.tools(3),
     e.TemplateError.prompt(),
     e.TemplateError.strategy("truncate", ("raise", "left", "right", "split", "delete")),
     e.TemplateError.argument("max_length", 1, "a whole number from 2 up (one token predicts another)"),
@@ -196,6 +198,7 @@ entry(e.NoChatTemplate("hf://org/base-model"))
 entry(e.RowTooLong(9000, 8192, "raise"))
 entry(
     e.NoLabels.untrained(),
+    e.NoLabels.short(1),
     e.NoLabels.cut(9000, 512, "right"),
     way="Such a row teaches nothing. Drop it (`truncation_strategy='delete'`), or see that it has an answer.",
 )

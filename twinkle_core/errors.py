@@ -506,6 +506,22 @@ class TemplateError(TwinkleError, ValueError):
         return cls(f"the model's chat template refuses this conversation: {cause}")
 
     @classmethod
+    def role(cls, turn: int, role: str, near: str | None, known: Iterable[str]) -> TemplateError:
+        return cls.at(
+            turn,
+            role,
+            f"the model's chat template does not know the role {role!r}.{_meant(near)}\n"
+            f"    roles: {_listed(known)}, and what the template handles by name; only 'assistant' is trained",
+        )
+
+    @classmethod
+    def tools(cls, count: int) -> TemplateError:
+        return cls(
+            f"the model's chat template shows nothing of the row's 'tools' ({count}); the model would learn to call what "
+            f"it does not see.\n    Remove 'tools' from the rows, or give a template that shows them as chat_template=…"
+        )
+
+    @classmethod
     def prompt(cls) -> TemplateError:
         return cls("add_generation_prompt is for a conversation that waits for an answer; this one ends with the assistant.")
 
@@ -552,6 +568,13 @@ class NoLabels(TemplateError):
     @classmethod
     def untrained(cls) -> NoLabels:
         return cls("no token of the row is trained: the conversation has no assistant turn that train_on asks for.")
+
+    @classmethod
+    def short(cls, tokens: int) -> NoLabels:
+        return cls(
+            f"the text is {tokens or 'no'} token{'s' if tokens != 1 else ''} long, and one token predicts another: there is "
+            f"nothing to learn.\n    Remove such rows, or drop them with truncation_strategy='delete'."
+        )
 
     @classmethod
     def cut(cls, tokens: int, max_length: int, strategy: str) -> NoLabels:
