@@ -405,6 +405,21 @@ class DataError(TwinkleError, ValueError):
         return cls(f"{source} has no {what} {value!r}; it has {', '.join(map(repr, choices)) or 'none'}.")
 
     @classmethod
+    def only(cls, what: str, value: object, source: object, there: str) -> DataError:
+        return cls(
+            f"{source} has no {what} {value!r}; it has {there!r} alone.\n"
+            f"    Take a part of its rows with data_slice, or give another file."
+        )
+
+    @classmethod
+    def part(cls, split: str) -> DataError:
+        name = split.partition("[")[0].partition("+")[0] or "train"
+        return cls(
+            f"split={split!r}: a split is one name, such as {name!r}.\n"
+            f"    Take a part of it with data_slice, such as data_slice=range(100); put several together with add_dataset."
+        )
+
+    @classmethod
     def loading(cls, source: object, cause: object) -> DataError:
         return cls(f"{source} could not be read: {cause}")
 
@@ -464,6 +479,13 @@ class DataError(TwinkleError, ValueError):
     @classmethod
     def unsized(cls, what: str) -> DataError:
         return cls(f"{what} needs to know the data set's length, which a stream does not have; use Dataset or LazyDataset.")
+
+    @classmethod
+    def resized(cls, before: int, now: int) -> DataError:
+        return cls(
+            f"the data set has {now} rows, and had {before} when its DataLoader was made; its order and length were made from "
+            f"these.\n    Make a new DataLoader after the data set's last change."
+        )
 
     @classmethod
     def no_batches(cls, rows: int, rule: str) -> DataError:
