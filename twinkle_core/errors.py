@@ -408,7 +408,7 @@ class DataError(TwinkleError, ValueError):
     def only(cls, what: str, value: object, source: object, there: str) -> DataError:
         return cls(
             f"{source} has no {what} {value!r}; it has {there!r} alone.\n"
-            f"    Take a part of its rows with data_slice, or give another file."
+            f"    Take a part of its rows with data_slice (in a configuration: slice), or give another file."
         )
 
     @classmethod
@@ -416,7 +416,7 @@ class DataError(TwinkleError, ValueError):
         name = split.partition("[")[0].partition("+")[0] or "train"
         return cls(
             f"split={split!r}: a split is one name, such as {name!r}.\n"
-            f"    Take a part of it with data_slice, such as data_slice=range(100); put several together with add_dataset."
+            f"    Take a part of it with data_slice=range(100) (in a configuration: slice: 100)."
         )
 
     @classmethod
@@ -1030,10 +1030,12 @@ class NoDevice(TwinkleError, ValueError):
 
 
 class PackingLeaks(TwinkleError, ValueError):
-    """Packing asked of a model whose rows then see each other."""
+    """Packing asked of a model whose rows then see each other. ``cure``: the value of padding_free with which they do not."""
 
-    def __init__(self, model: str, why: str) -> None:
-        super().__init__(f"{model} can't train on packed rows: {why}.\n    use a processor with padding_free=False")
+    def __init__(self, model: str, why: str, cure: bool = False) -> None:
+        packs = " (or leave the rows' position_ids out, where each is one sample)" if cure else ""
+        what = "packed rows" if not cure else "these packed rows"
+        super().__init__(f"{model} can't train on {what}: {why}.\n    use a processor with padding_free={cure}{packs}")
 
 
 class NotComputed(TwinkleError, ValueError):

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from twinkle_core import hub
 from twinkle_core.contracts.template import Template
-from twinkle_core.errors import NeedsLibrary, NoChatTemplate, NoLabels, TemplateError
+from twinkle_core.errors import HoldsAdapter, NeedsLibrary, NoChatTemplate, NoLabels, TemplateError
 from twinkle_core.templates import truncate
 from twinkle_core.templates.labels import Locator, Span
 from twinkle_core.templates.messages import Turn, normalise
@@ -319,4 +319,6 @@ def _load(model_id: str | Path) -> Any:
     try:
         return AutoTokenizer.from_pretrained(str(folder))
     except (OSError, ValueError, KeyError, TypeError) as cause:
+        if hub.holds_adapter(folder):
+            raise HoldsAdapter(folder, hub.base_of_adapter(folder)) from cause
         raise TemplateError.tokenizer(model_id, str(cause).splitlines()[0] if str(cause) else repr(cause)) from cause
