@@ -154,6 +154,8 @@ entry(
     e.DataError.encoding("notes.jsonl, byte 17", "invalid start byte"),
     e.DataError.line("notes.jsonl", 12, "Expecting ',' delimiter, column 40"),
     e.DataError.choice("split", "dev", "hf://org/name", ["train", "test"]),
+    e.DataError.only("split", "test", "rows.jsonl", "train"),
+    e.DataError.part("train[:10%]"),
     e.DataError.loading("rows.parquet", "Parquet magic bytes not found in footer"),
     e.DataError.argument("batch_size", 0, "a whole number from 1 up"),
     e.DataError.not_rows(0, "a text"),
@@ -168,6 +170,7 @@ entry(
     e.DataError.no_template(),
     e.DataError.lazy("split"),
     e.DataError.unsized("shuffle=True"),
+    e.DataError.resized(18, 12),
     e.DataError.no_batches(3, "batch_size=8 and drop_last"),
     e.DataError.empty("the data set"),
     e.DataError.encoded("map"),
@@ -183,6 +186,8 @@ entry(
     e.TemplateError.at(3, None, "'role' must be a text such as 'user'"),
     e.TemplateError.shape({"text": "hello"}),
     e.TemplateError.rendering("Conversation roles must alternate user/assistant/user/assistant/..."),
+    e.TemplateError.role(2, "Assistant", "assistant", ("system", "user", "assistant", "tool", "developer", "function")),
+    e.TemplateError.tools(3),
     e.TemplateError.prompt(),
     e.TemplateError.strategy("truncate", ("raise", "left", "right", "split", "delete")),
     e.TemplateError.argument("max_length", 1, "a whole number from 2 up (one token predicts another)"),
@@ -196,6 +201,7 @@ entry(e.NoChatTemplate("hf://org/base-model"))
 entry(e.RowTooLong(9000, 8192, "raise"))
 entry(
     e.NoLabels.untrained(),
+    e.NoLabels.short(1),
     e.NoLabels.cut(9000, 512, "right"),
     way="Such a row teaches nothing. Drop it (`truncation_strategy='delete'`), or see that it has an answer.",
 )
@@ -323,7 +329,10 @@ entry(e.NoDevice("cuda"))
 entry(
     e.PackingLeaks(
         "MambaForCausalLM", "a packed row's logits are not what they are alone (4.2%); it has layers with a state that runs on"
-    )
+    ),
+    e.PackingLeaks(
+        "LlamaForCausalLM", "positions begin anew inside the rows of a batch of 2; a packed batch is [1, T]", cure=True
+    ),
 )
 entry(
     e.NotComputed("Gemma2ForCausalLM", "hidden", "its logits are not its output layer's output alone; use a loss on logps"),

@@ -11,10 +11,11 @@ from typing import Any, Literal
 
 from twinkle_core import hub
 from twinkle_core.contracts.template import Template
-from twinkle_core.errors import NeedsLibrary, NoChatTemplate, TemplateError
+from twinkle_core.errors import HoldsAdapter, NeedsLibrary, NoChatTemplate, NoLabels, TemplateError
 from twinkle_core.templates import truncate
 from twinkle_core.templates.labels import Locator, Span
 from twinkle_core.templates.messages import Turn, normalise
+from twinkle_core.templates.roles import Roles
 from twinkle_core.templates.tools import hermes, qwen_xml
 from twinkle_core.types import IGNORE_INDEX, InputFeature, Message, Trajectory
 
@@ -91,6 +92,7 @@ class ChatTemplate(Template):
         self._tagged = bool(_GENERATION.search(text))
         added = [str(token) for token in self.tokenizer.added_tokens_decoder.values()]
         special = list(self.tokenizer.all_special_tokens)
+        self._roles = Roles(self._render, text, [*special, *added])
         self._locator = Locator(self._render, self._token_ends, special, [*special, *added], self.tokenizer.eos_token)
 
     # ------------------------------------------------------------------------------------------------ encoding
@@ -114,6 +116,8 @@ class ChatTemplate(Template):
         """
         if not self.use_chat_template:
             ids = self._plain(trajectory, complete=not add_generation_prompt)
+            if not add_generation_prompt and len(ids) < 2 and self.truncation_strategy != "delete":
+                raise NoLabels.short(len(ids))
             targets = ids
         else:
             messages, tools = self._normalise(trajectory)
@@ -154,12 +158,14 @@ class ChatTemplate(Template):
         return None
 
     def _normalise(self, trajectory: Mapping[str, Any]) -> tuple[list[Turn], list[Any] | None]:
-        return normalise(
+        messages, tools = normalise(
             trajectory,
             default_system=self.default_system,
             enable_thinking=self.enable_thinking,
             inline_thoughts=self._inline_thoughts,
         )
+        self._roles.check(messages)
+        return messages, tools
 
     def _shown(self, messages: Sequence[Turn], tools: list[Any] | None, add_generation_prompt: bool) -> str:
         """The rendering, unless the template wrote out the data structure of an image or the like, as Jinja does."""
@@ -210,6 +216,7 @@ class ChatTemplate(Template):
         """What the template's ``{% generation %}`` tags mark, and the end token right after it."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
+        self._locator.check(messages, tools, text)
         render: Any = render_jinja_template
         texts, places = render(
             conversations=[list(messages)],
@@ -222,7 +229,9 @@ class ChatTemplate(Template):
             **self.tokenizer.special_tokens_map,
         )
         turns = [k for k, m in enumerate(messages) if m["role"] == "assistant"]
-        if texts[0] != text or len(places[0]) != len(turns):
+        if texts[0] != text:
+            raise TemplateError.rendering("rendered twice, it writes two texts")
+        if len(places[0]) != len(turns):
             raise TemplateError.rendering(f"its generation tags mark {len(places[0])} places for {len(turns)} assistant turns")
         end = self._locator.end
         return [
@@ -310,4 +319,6 @@ def _load(model_id: str | Path) -> Any:
     try:
         return AutoTokenizer.from_pretrained(str(folder))
     except (OSError, ValueError, KeyError, TypeError) as cause:
+        if hub.holds_adapter(folder):
+            raise HoldsAdapter(folder, hub.base_of_adapter(folder)) from cause
         raise TemplateError.tokenizer(model_id, str(cause).splitlines()[0] if str(cause) else repr(cause)) from cause

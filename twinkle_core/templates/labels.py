@@ -93,6 +93,7 @@ class Locator:
         self._special = _any_of(special)
         self._skeletons: dict[str, _Skeleton] = {}
         self._prompts: dict[str, str] = {}
+        self._complete: dict[str, bool] = {}
         self.end, self.stop, self.header, self.asker = self._probe(_any_of(added), eos)
 
     def _probe(self, added: re.Pattern[str], eos: str | None) -> tuple[str, str, str, str]:
@@ -132,15 +133,28 @@ class Locator:
 
     # ------------------------------------------------------------------------------------------------ one conversation
 
+    def check(self, messages: Sequence[Turn], tools: list[Any] | None, text: str) -> None:
+        """For templates that say themselves what is trained: whether they show all that there is. ``spans`` does it, too.
+
+        Raises:
+            TemplateError: a message, thought or call that the template leaves out, or tools of which it shows nothing.
+        """
+        marker = self._marker_for(text)
+        marked, parts = marker.replace(messages)
+        key = json.dumps([marked, tools], default=repr)
+        if key not in self._complete:
+            order = marker.split(self._render(marked, tools, False))[1]
+            self._check_complete(messages, parts, order)
+            self._check_tools(marked, tools)
+            _remember(self._complete, key, True)
+
     def spans(self, messages: Sequence[Turn], tools: list[Any] | None, text: str) -> list[Span]:
         """The assistant's spans in ``text``, the rendering of ``messages``, in order.
 
         Raises:
             TemplateError: a turn whose place can't be told for certain, or a message that the template leaves out.
         """
-        marker = self._marker
-        while marker.nonce in text:  # a text about this very file
-            marker = Marker(f"q{hashlib.sha256((marker.nonce + text).encode('utf-8', 'replace')).hexdigest()[:16]}z")
+        marker = self._marker_for(text)
         marked, parts = marker.replace(messages)
         key = json.dumps([marked, tools], default=repr)
         skeleton = self._skeletons.get(key)
@@ -158,6 +172,12 @@ class Locator:
                 )
             _remember(self._skeletons, key, skeleton)
         return found
+
+    def _marker_for(self, text: str) -> Marker:
+        marker = self._marker
+        while marker.nonce in text:  # a text about this very file
+            marker = Marker(f"q{hashlib.sha256((marker.nonce + text).encode('utf-8', 'replace')).hexdigest()[:16]}z")
+        return marker
 
     def _fit(self, skeleton: _Skeleton, parts: Sequence[Part], text: str) -> list[Span] | int:
         """Put the texts into the marked rendering. Gives the spans, or the turn at which the result is not the real one."""
@@ -187,6 +207,7 @@ class Locator:
     ) -> _Skeleton:
         literals, order = marker.split(self._render(marked, tools, False))
         self._check_complete(messages, parts, order)
+        self._check_tools(marked, tools)
         bounds: list[_Bound] = []
         for turn, message in enumerate(messages):
             if message["role"] != "assistant":
@@ -240,6 +261,10 @@ class Locator:
         for turn, message in enumerate(messages):
             if message["role"] == "assistant" and not any(parts[number].turn == turn for number in order):
                 raise TemplateError.at(turn, "assistant", "the chat template shows nothing of it")
+
+    def _check_tools(self, marked: Sequence[Turn], tools: list[Any] | None) -> None:
+        if tools and self._render(marked, tools, False) == self._render(marked, None, False):
+            raise TemplateError.tools(len(tools))
 
     def _head(
         self, marker: Marker, turn: int, marked: Sequence[Turn], tools: list[Any] | None, literal: str, before: int | None
