@@ -13,6 +13,9 @@ from typing import Any
 class TwinkleError(Exception):
     """Base of all errors raised on purpose by twinkle. They travel between processes whatever their constructors take."""
 
+    #: what the command ``twinkle`` ends with when one of these ends it
+    exit_status = 1
+
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (type(self), self.args, self.__dict__)
 
@@ -1035,6 +1038,51 @@ class BadReference(TwinkleError, ValueError):
 
     def __init__(self, text: str, kinds: Iterable[str]) -> None:
         super().__init__(f"'{text}' is not KIND/NAME, such as loss/cross_entropy\n    kinds: {_listed(kinds)}")
+
+
+class UnknownDistribution(TwinkleError, LookupError):
+    """``twinkle check`` of what provides nothing. ``installed``: whether there is such a distribution at all."""
+
+    exit_status = 2
+
+    def __init__(self, name: str, installed: bool, near: str | None, known: Iterable[str]) -> None:
+        why = "is installed, but provides no component of twinkle" if installed else "is not installed"
+        super().__init__(
+            f"'{name}' {why}.{_meant(near)}\n    distributions with components: {_listed(known)}\n"
+            "    a class that is not installed: twinkle check module:Class"
+        )
+
+
+class BadTarget(TwinkleError, ValueError):
+    """``twinkle check module:Class`` of what is no component."""
+
+    def __init__(self, target: str, why: str, kinds: Iterable[str]) -> None:
+        super().__init__(
+            f"'{target}' can't be checked: {why}\n"
+            f"    what can: a class that derives from a contract ({_listed(kinds)}), or a suite"
+        )
+
+
+class UnknownCheck(TwinkleError, LookupError):
+    """A suite's ``expected_failures`` names a test that it does not have."""
+
+    def __init__(self, suite: str, name: str, near: str | None, tests: Iterable[str]) -> None:
+        super().__init__(
+            f"{suite} expects '{name}' to fail, which it does not have.{_meant(near)}\n    tests: {_listed(tests)}"
+        )
+
+
+class CannotBuild(TwinkleError, TypeError):
+    """A compliance suite can't make the object that it is to check. ``arguments``: because of the constructor's."""
+
+    def __init__(self, kind: str, name: str, why: str, arguments: bool = False) -> None:
+        way = (
+            f"\n    give them in a suite: class Test{name}({kind.capitalize()}Suite): component = {name}; arguments = {{...}}\n"
+            "    and name it for twinkle check in pyproject.toml:\n"
+            '        [project.entry-points."twinkle.testing"]\n'
+            f'        "<group>.<name>" = "<module>:Test{name}"   # such as "losses.focal"'
+        )
+        super().__init__(f"{kind} {name} can't be built for its checks: {why}{way if arguments else ''}")
 
 
 # ---------------------------------------------------------------------------------------------------- configuration files

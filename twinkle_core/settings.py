@@ -5,7 +5,9 @@ Each is read at the moment it is asked for, so a test or a notebook may change t
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,6 +62,17 @@ def allowed_plugins() -> frozenset[str]:
 def strict_plugins() -> bool:
     """TWINKLE_STRICT_PLUGINS."""
     return _switch("TWINKLE_STRICT_PLUGINS")
+
+
+@contextlib.contextmanager
+def without(variable: str) -> Iterator[None]:
+    """Inside, an environment variable of somebody else's is not set; afterwards it is as it was."""
+    found = os.environ.pop(variable, None)
+    try:
+        yield
+    finally:
+        if found is not None:
+            os.environ[variable] = found
 
 
 def trust_remote_code() -> bool:

@@ -16,7 +16,9 @@ THIRD_PARTY = {
 LAYER_1 = {"config", "data", "templates"}
 LAYER_2 = {"train", "ops", "losses", "metrics", "processors", "patches", "testing"}
 #: modules in another layer than their package
-APART = {"twinkle_core.testing.distributions": 0}
+APART = dict.fromkeys((f"twinkle_core.testing.{name}" for name in ("distributions", "declared", "has_pytest")), 0)
+#: what only the compliance suites import: they are asked for by who has pytest
+SUITES_MAY = {"pytest"}
 
 
 def layer(module: str) -> int:
@@ -56,6 +58,7 @@ def test_imports_go_only_downward(sources, imports_of):
             continue
         mine = command_line.get(source.module, layer(source.module))
         allowed = set().union(*(THIRD_PARTY[n] for n in range(mine + 1)))
+        allowed |= SUITES_MAY if source.module.startswith("twinkle_core.testing.suites.") else set()
         for name in imports_of(source, everywhere=False):
             top = name.partition(".")[0]
             if top == "twinkle_core":

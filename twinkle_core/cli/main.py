@@ -16,6 +16,7 @@ COMMANDS = {
     "quickstart": "watch a small language model learn, here and now",
     "train": "train from a YAML file",
     "plugins": "what is installed, and whether it works",
+    "check": "an installed distribution, or a class, against the contracts",
     "show": "one component: its class, parameters and text",
     "doctor": "this machine, its libraries and settings",
 }
@@ -29,7 +30,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments without the program's name; default those of the process.
 
     Returns:
-        The exit status: 0, 1 after an error of twinkle's (its text is on stderr; ``--traceback`` raises it), 130 after Ctrl-C.
+        The exit status: 0, 1 after an error of twinkle's (its text is on stderr; ``--traceback`` raises it), 2 where a command
+        was asked for what is not there, 130 after Ctrl-C.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     traceback = "--traceback" in arguments
@@ -42,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if traceback:
             raise
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return 1
+        return error.exit_status
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:  # the reader (head, less) has gone: nothing to tell anybody

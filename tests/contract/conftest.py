@@ -1,0 +1,23 @@
+"""Running a suite over a component with a planted fault."""
+
+from __future__ import annotations
+
+import pytest
+
+from twinkle_core.testing import runner
+
+
+@pytest.fixture
+def caught():
+    """The names of the tests that a component fails, without their parameters; ``texts`` holds what they say."""
+
+    def run(suite, component, **attributes):
+        cls = type("TestPlanted", (suite,), {"component": component, **attributes})
+        outcomes = runner.run(cls)
+        assert len(outcomes) > 5
+        run.texts = {o.test.partition("[")[0]: o.text for o in outcomes if o.outcome == runner.FAILED}
+        run.expected = {o.test.partition("[")[0]: o.text for o in outcomes if o.outcome == runner.EXPECTED}
+        run.left_out = {o.test.partition("[")[0]: o.text for o in outcomes if o.outcome == runner.LEFT_OUT}
+        return set(run.texts)
+
+    return run

@@ -1,0 +1,287 @@
+"""Faults that losses have been published with, each caught by the test that is about it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from twinkle_core import IGNORE_INDEX, Loss, LossOutput
+from twinkle_core.testing import LossSuite
+from twinkle_core.testing.toys import random_rows
+
+
+class Right(Loss):
+    """What the others are changed from."""
+
+    scope, token_local = "token", True
+
+    def __call__(self, inputs, outputs):
+        mask = inputs["labels"] != IGNORE_INDEX
+        return LossOutput(-(outputs.logps * mask).sum(), mask.sum())
+
+
+class MeanOfMeans(Right):
+    def __call__(self, inputs, outputs):
+        right = super().__call__(inputs, outputs)
+        return LossOutput(right.sum / right.weight.clamp(min=1), (right.weight > 0).float())
+
+
+class MeanTimesPositions(Right):
+    """A mean, with the number of positions for a weight."""
+
+    def __call__(self, inputs, outputs):
+        right = super().__call__(inputs, outputs)
+        return LossOutput(right.sum, right.sum.new_tensor(inputs["labels"].numel()) * (right.weight > 0))
+
+
+class ForgetsMask(Right):
+    """Entropy of all positions of its own logits."""
+
+    needs = frozenset({"logits"})
+
+    def __call__(self, inputs, outputs):
+        logps = outputs.logits.log_softmax(-1)
+        picked = logps.gather(-1, inputs["labels"].clamp(min=0)[..., None])[..., 0]
+        return LossOutput(-picked.sum(), (inputs["labels"] != IGNORE_INDEX).sum())
+
+
+class ForgetsMaskOfProbabilities(Right):
+    """A constant for each masked position: log p is 0 there, and p is 1. No gradient tells."""
+
+    def __call__(self, inputs, outputs):
+        return LossOutput(outputs.logps.exp().sum() - 2 * outputs.logps.sum(), (inputs["labels"] != IGNORE_INDEX).sum())
+
+
+class ReadsUndeclared(Right):
+    def __call__(self, inputs, outputs):
+        right = super().__call__(inputs, outputs)
+        if outputs.entropies is not None:
+            right.sum = right.sum - 0.1 * outputs.entropies.sum()
+        return right
+
+
+class ReadsWithGet(Right):
+    def __call__(self, inputs, outputs):
+        outputs.get("logits")
+        return super().__call__(inputs, outputs)
+
+
+class NeedsNonsense(Right):
+    needs = frozenset({"logps", "log_probs"})
+
+
+class Padding(Right):
+    """Each row over its padded length."""
+
+    def __call__(self, inputs, outputs):
+        right = super().__call__(inputs, outputs)
+        return LossOutput(right.sum / inputs["labels"].shape[1], right.weight)
+
+
+class NotDifferentiable(Right):
+    needs = frozenset({"logps", "logits"})
+
+    def __call__(self, inputs, outputs):
+        right = super().__call__(inputs, outputs)
+        return LossOutput(right.sum.detach() + 0 * right.sum, right.weight)
+
+
+class Lambda(Right):
+    def __init__(self):
+        self.scale = lambda x: 2 * x
+
+    def __call__(self, inputs, outputs):
+        right = super().__call__(inputs, outputs)
+        return LossOutput(self.scale(right.sum), right.weight)
+
+
+class InPlace(Right):
+    def __call__(self, inputs, outputs):
+        inputs["labels"].clamp_(min=-1)
+        mask = inputs["labels"] != -1
+        return LossOutput(-(outputs.logps * mask).sum(), mask.sum())
+
+
+class Remembers(Right):
+    """A running scale, which calls change."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, inputs, outputs):
+        self.calls += 1
+        right = super().__call__(inputs, outputs)
+        return LossOutput(right.sum * (1 + self.calls % 2), right.weight)
+
+
+class DetachedFactor(Right):
+    """A focal factor without its gradient."""
+
+    def __call__(self, inputs, outputs):
+        mask = inputs["labels"] != IGNORE_INDEX
+        factor = (1 - outputs.logps.detach().exp()) ** 2
+        return LossOutput(-(factor * outputs.logps * mask).sum(), mask.sum())
+
+
+class InfiniteGradient(Right):
+    """A root of what is 0 at masked positions: 0 times infinity."""
+
+    def __call__(self, inputs, outputs):
+        mask = inputs["labels"] != IGNORE_INDEX
+        return LossOutput(((1 - outputs.logps.exp()).sqrt() * mask).sum(), mask.sum())
+
+
+class FirstRowCounts(Right):
+    def __call__(self, inputs, outputs):
+        mask = inputs["labels"] != IGNORE_INDEX
+        weights = torch.ones_like(outputs.logps)
+        weights[:, 0] = 3  # of whichever token the batch begins with
+        return LossOutput(-(outputs.logps * mask * weights).sum(), mask.sum())
+
+
+class RowOrder(Right):
+    """Rows by their place in the batch."""
+
+    scope, token_local = "row", False
+
+    def __call__(self, inputs, outputs):
+        place = 1 + torch.arange(len(outputs.logps))[:, None] / 2
+        mask = inputs["labels"] != IGNORE_INDEX
+        return LossOutput(-(outputs.logps * mask * place).sum(), mask.sum())
+
+
+class SaysBatch(Right):
+    scope, token_local = "batch", False
+
+
+class NoGraph(Right):
+    """A fresh zero for a batch without labels."""
+
+    def __call__(self, inputs, outputs):
+        right = super().__call__(inputs, outputs)
+        return right if right.weight > 0 else LossOutput(torch.zeros(()), 0)
+
+
+class Means(Right):
+    def __call__(self, inputs, outputs):
+        right = super().__call__(inputs, outputs)
+        return right.sum / right.weight
+
+
+class NotOpen(Loss):
+    """Forgets its method."""
+
+
+class NeedsArgument(Right):
+    def __init__(self, gamma):
+        self.gamma = gamma
+
+
+EVERY = {name for name in dir(LossSuite) if name.startswith("test")}
+CONTEXTS = {"test_padding_changes_nothing", "test_packing_changes_nothing"}
+HALVES, SLICES = "test_halves_add_up_as_its_scope_says", "test_slices_of_rows_add_up_where_it_is_token_local"
+SILENT, NONE = "test_a_row_without_labels_adds_nothing", "test_a_batch_without_labels_is_zero"
+MASKED, GRADIENTS = "test_positions_without_label_do_not_count", "test_gradients_are_those_of_the_formula"
+
+
+def test_the_right_one_passes(caught):
+    assert caught(LossSuite, Right) == set(), caught.texts
+
+
+@pytest.mark.parametrize(
+    ("loss", "tests"),
+    [
+        (MeanOfMeans, {HALVES, SLICES}),
+        (MeanTimesPositions, {HALVES, SILENT, *CONTEXTS}),
+        (ForgetsMask, {MASKED, SILENT, NONE, *CONTEXTS, HALVES}),
+        (ForgetsMaskOfProbabilities, {SILENT, NONE, *CONTEXTS, HALVES}),
+        (ReadsUndeclared, {"test_asks_for_what_it_declares"}),
+        (ReadsWithGet, {"test_asks_for_what_it_declares"}),
+        (NeedsNonsense, {"test_asks_for_what_it_declares"}),
+        (Padding, {*CONTEXTS, HALVES, SLICES}),
+        (NotDifferentiable, {"test_is_differentiable", GRADIENTS}),
+        (Lambda, {"test_survives_pickling"}),
+        (InPlace, {"test_changes_nothing_that_it_is_given"}),
+        (DetachedFactor, {GRADIENTS}),
+        (InfiniteGradient, {"test_is_finite_in_lower_precision"}),
+        (FirstRowCounts, {SLICES, *CONTEXTS}),
+        (RowOrder, {"test_row_order_changes_nothing", HALVES, "test_packing_changes_nothing"}),
+        (SaysBatch, {HALVES}),
+        (NoGraph, {NONE}),
+    ],
+)
+def test_a_fault_is_caught_by_the_tests_about_it(caught, loss, tests):
+    assert caught(LossSuite, loss) == tests, caught.texts
+
+
+def test_a_loss_that_remembers_is_caught(caught):
+    assert "test_changes_nothing_that_it_is_given" in caught(LossSuite, Remembers)
+
+
+def test_a_mean_instead_of_a_sum_is_told_what_to_return(caught):
+    caught(LossSuite, Means)
+    assert "Means returned a tensor []" in caught.texts["test_returns_a_sum_and_a_weight"]
+
+
+def test_what_is_to_be_done_is_said(caught):
+    caught(LossSuite, MeanOfMeans)
+    assert "Return the sum over items, not their mean" in caught.texts[HALVES]
+    caught(LossSuite, ReadsUndeclared)
+    assert "needs = frozenset(['entropies', 'logps'])" in caught.texts["test_asks_for_what_it_declares"]
+
+
+def test_what_can_not_be_built_is_told_how(caught):
+    assert caught(LossSuite, NotOpen) == EVERY
+    assert "it leaves __call__(inputs, outputs) of its contract open" in caught.texts[HALVES]
+    assert caught(LossSuite, NeedsArgument) == EVERY
+    assert "missing a required argument: 'gamma'" in caught.texts[HALVES]
+    assert '[project.entry-points."twinkle.testing"]' in caught.texts[HALVES]
+    assert caught(LossSuite, NeedsArgument, arguments={"gamma": 1}) == set()
+
+
+def test_expected_failures_are_strict(caught):
+    reason = "the mask is left to the template"
+    marked = {"expected_failures": dict.fromkeys((SILENT, NONE, *CONTEXTS, HALVES), reason)}
+    assert caught(LossSuite, ForgetsMaskOfProbabilities, **marked) == set()
+    assert caught.expected[HALVES] == reason
+    assert caught(LossSuite, Right, **marked) == set(marked["expected_failures"])
+    assert "take it out there" in caught.texts[HALVES]
+
+
+class Pairs(Loss):
+    """Rows in pairs: the logistic loss of the difference of their scores."""
+
+    scope = "group"
+
+    def groups(self, rows):
+        return [2] * (len(rows) // 2)
+
+    def __call__(self, inputs, outputs, *, margin=None):
+        scores = outputs.logps.sum(-1)
+        gap = scores[0::2] - scores[1::2] - (0 if margin is None else margin[0::2])
+        return LossOutput(torch.nn.functional.softplus(-gap).sum(), len(gap))
+
+
+class Triples(Pairs):
+    """Says that three rows belong together, and takes two."""
+
+    def groups(self, rows):
+        return [3] * (len(rows) // 3)
+
+
+def test_groups_and_arguments_of_rows(caught):
+    class PairSuite(LossSuite):
+        packing = False
+        expected_failures = {NONE: "a pair counts, whatever of it is trained"}
+
+        @pytest.fixture
+        def rows(self):
+            return random_rows([4, 3, 6, 2, 5, 7])
+
+        @pytest.fixture
+        def loss_args(self):
+            return {"margin": torch.linspace(0, 1, 6)}
+
+    assert caught(PairSuite, Pairs) == set(), caught.texts
+    assert set(caught.left_out) >= {SILENT, SLICES, "test_packing_changes_nothing"}
+    assert HALVES in caught(PairSuite, Triples)

@@ -1,0 +1,261 @@
+"""The compliance suite of metrics (L2)."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from twinkle_core.contracts.metric import Metric, StepResult
+from twinkle_core.isolation import attempt, describe
+from twinkle_core.processors.input import InputProcessor
+from twinkle_core.testing.suites.base import Suite
+from twinkle_core.testing.suites.outputs import COMPUTED, Watched, outputs_of, tiny_lm
+from twinkle_core.testing.toys import random_rows
+from twinkle_core.train.losses import OF_CORE
+from twinkle_core.types import IGNORE_INDEX, InputFeature, ModelOutput
+
+
+class MetricSuite(Suite):
+    """Checks of a Metric. After each window of batches ``on_step`` is called, as in training.
+
+    Fixtures to override:
+
+    * ``metric``: a fresh object; others are copies of it.
+    * ``rows``: encoded rows; by default six of different lengths with some labels masked.
+    * ``outputs``: a function ``inputs -> ModelOutput``; by default what a model of 11 words gives, the fields in ``needs`` and
+      the loss.
+
+    Class attributes:
+
+    * ``by_the_clock``: numbers of ``calculate`` that depend on the time (tokens a second); they are not compared.
+    """
+
+    kind: ClassVar[str] = "metric"
+    by_the_clock: ClassVar[frozenset[str]] = frozenset()
+
+    @pytest.fixture
+    def metric(self) -> Any:
+        """The metric to check."""
+        return self.build()
+
+    @pytest.fixture
+    def subject(self, metric: Any) -> Any:
+        """The same, by the name that all suites know it by."""
+        return metric
+
+    @pytest.fixture
+    def rows(self) -> Sequence[InputFeature]:
+        """Encoded rows."""
+        return random_rows([5, 3, 7, 2, 4, 6])
+
+    @pytest.fixture
+    def outputs(self, metric: Any) -> Any:
+        """What the model gives for a collated batch."""
+        return lambda inputs: _outputs(inputs, metric.needs)
+
+    # ------------------------------------------------------------------------------------------------ accumulating
+
+    def test_two_accumulations_are_one(self, metric: Any, rows: Any, outputs: Any) -> None:
+        """Batches of different sizes one after the other give what they give as one batch."""
+        cut = 1
+        apart = self._after(metric, [[rows[:cut], rows[cut:]]], outputs)
+        whole = self._after(metric, [[rows]], outputs)
+        assert whole, (
+            "it gives no number for a batch with labels; override the fixture 'rows' or 'outputs' with what it measures"
+        )
+        self._same(
+            apart,
+            whole,
+            "accumulating two batches differs from accumulating them as one. Keep the sum and the count of items, and "
+            "divide in calculate(): a mean of means weights batches, not items",
+        )
+
+    def test_numbers_are_numbers(self, metric: Any, rows: Any, outputs: Any) -> None:
+        """``calculate`` gives name -> a finite number, the same when asked again."""
+        numbers = self._after(metric, [[rows], [rows[:2]]], outputs, keep=(kept := copy.deepcopy(metric)))
+        for name, value in numbers.items():
+            good = isinstance(name, str) and isinstance(value, int | float) and math.isfinite(value)
+            assert good, (
+                f"calculate() gives {name!r}: {value!r}; names are texts and values finite Python numbers (use float(x))"
+            )
+        self._same(kept.calculate(), numbers, "calculate() gives something else when it is called again: only reset() forgets")
+
+    def test_nothing_labelled_is_no_number(self, metric: Any, rows: Any, outputs: Any) -> None:
+        """A batch in which every label is -100 neither fails nor leaves a NaN."""
+        silent: list[Any] = [{**row, "labels": [IGNORE_INDEX] * len(row["labels"])} for row in rows]
+        alone = self._after(metric, [[silent]], outputs)
+        bad = sorted(name for name, value in alone.items() if not math.isfinite(value))
+        assert not bad, (
+            f"without any label {', '.join(bad)} is no finite number: leave it out of calculate() while the count is 0"
+        )
+
+    def test_padding_changes_nothing(self, metric: Any, rows: Any, outputs: Any) -> None:
+        """More padding in a batch changes no number."""
+        self._same(
+            self._after(metric, [[rows]], outputs),
+            self._after(metric, [[rows]], outputs, pad_to_multiple_of=16),
+            "more padding changes it: count only where inputs['labels'] != -100 (or where the attention mask is 1)",
+        )
+
+    def test_asks_for_what_it_declares(self, metric: Any, rows: Any) -> None:
+        """It is given the fields in ``needs`` and the loss, and nothing else."""
+        strange = set(metric.needs) - COMPUTED - OF_CORE
+        assert not strange, f"needs has {sorted(strange)}; outputs are {', '.join(sorted(COMPUTED | OF_CORE))}"
+        inputs = InputProcessor().collate(rows)
+        outputs = Watched(_outputs(inputs, metric.needs))
+        outcome = attempt(lambda: metric.accumulate(inputs, outputs))
+        asked = sorted(outputs.asked)
+        needs = sorted(metric.needs | outputs.asked)
+        assert not asked, f"it reads {', '.join(asked)}, which it does not declare: needs = frozenset({needs})"
+        assert outcome.error is None, (
+            f"it fails with what it declares in needs: {describe(outcome.error)}" if outcome.error else ""
+        )
+
+    def test_changes_nothing_that_it_is_given(self, metric: Any, rows: Any, outputs: Any) -> None:
+        """Batches are left as they were."""
+        inputs = InputProcessor().collate(rows)
+        given = outputs(inputs)
+        before = {k: v.detach().clone() for k, v in {**inputs, **given}.items() if isinstance(v, torch.Tensor)}
+        metric.accumulate(inputs, given)
+        after: Mapping[str, Any] = {**inputs, **given}
+        changed = sorted(k for k, v in before.items() if not torch.equal(v.nan_to_num(), after[k].detach().nan_to_num()))
+        assert not changed, f"accumulate() changes {', '.join(changed)}: others read them too; copy first"
+
+    # ------------------------------------------------------------------------------------------------ the window
+
+    def test_an_empty_window_has_no_numbers(self, metric: Any) -> None:
+        """Nothing was accumulated: ``{}``."""
+        empty = metric.calculate()
+        assert empty == {}, f"an empty window gives {empty!r}; return {{}} while nothing was accumulated"
+
+    def test_reset_forgets_everything(self, metric: Any, rows: Any, outputs: Any) -> None:
+        """After ``reset`` the window is empty, and the next one is as if it were the first."""
+        fresh = self._after(metric, [[rows[:2]]], outputs)
+        used = copy.deepcopy(metric)
+        self._after(metric, [[rows], [rows]], outputs, keep=used)
+        used.reset()
+        left = used.calculate()
+        assert left == {}, (
+            f"after reset() there is {left!r}; set everything that accumulate(), on_step() and merge() add to, anew"
+        )
+        self._same(
+            self._after(used, [[rows[:2]]], outputs),
+            fresh,
+            "after reset() the next window is not what a new metric gives: something of the last one is left",
+        )
+
+    # ------------------------------------------------------------------------------------------------ ranks
+
+    def test_ranks_merge_into_one(self, metric: Any, rows: Any, outputs: Any) -> None:
+        """The states of ranks with different numbers of rows, merged, are what one rank with all rows gives."""
+        cut = 2
+        parts = self._ranks(metric, [rows[:cut], rows[cut:]], outputs)
+        parts[0].merge(_travelled(parts[1].state()))
+        self._same(
+            parts[0].calculate(),
+            self._after(metric, [[rows]], outputs),
+            "two ranks merged differ from one rank with all rows: state() must carry sums and counts, and merge() add them",
+        )
+
+    def test_merging_is_associative(self, metric: Any, rows: Any, outputs: Any) -> None:
+        """(a + b) + c = a + (b + c), in whatever order ranks meet; and c + b + a too."""
+        parts = [rows[:1], rows[1:3], rows[3:]]
+        a, b, c = self._ranks(metric, parts, outputs)
+        a.merge(_travelled(b.state()))
+        a.merge(_travelled(c.state()))
+        x, y, z = self._ranks(metric, parts, outputs)
+        y.merge(_travelled(z.state()))
+        x.merge(_travelled(y.state()))
+        why = (
+            "the order in which ranks merge changes the numbers: add sums and counts in merge(), and divide in calculate() only"
+        )
+        self._same(a.calculate(), x.calculate(), why)
+        u, v, w = self._ranks(metric, parts, outputs)
+        w.merge(_travelled(v.state()))
+        w.merge(_travelled(u.state()))
+        self._same(a.calculate(), w.calculate(), why)
+
+    def test_an_empty_rank_changes_nothing(self, metric: Any, rows: Any, outputs: Any) -> None:
+        """A rank without rows, merged from either side."""
+        numbers = self._after(metric, [[rows]], outputs)
+        (full,) = self._ranks(metric, [rows], outputs)
+        full.merge(_travelled(copy.deepcopy(metric).state()))
+        why = "merging a rank that saw no rows changes the numbers: an empty state must add nothing"
+        self._same(full.calculate(), numbers, why)
+        (full,) = self._ranks(metric, [rows], outputs)
+        empty = copy.deepcopy(metric)
+        empty.merge(_travelled(full.state()))
+        self._same(empty.calculate(), numbers, why)
+
+    def test_the_state_is_plain(self, metric: Any, rows: Any, outputs: Any) -> None:
+        """Numbers and tensors without a graph, in dicts and lists, that can be sent; merging it elsewhere leaves it alone."""
+        (full,) = self._ranks(metric, [rows], outputs)
+        state = full.state()
+        assert isinstance(state, dict), f"state() gives {type(state).__name__}, not a dict"
+        strange = [type(v).__name__ for v in _leaves(state) if not isinstance(v, int | float | str | None | torch.Tensor)]
+        assert not strange, f"state() holds {', '.join(sorted(set(strange)))}; ranks exchange numbers, texts and tensors"
+        graphs = any(isinstance(v, torch.Tensor) and v.requires_grad for v in _leaves(state))
+        assert not graphs, "state() holds a tensor with a graph, which keeps every step's memory: .detach() in accumulate()"
+        before = pickle.dumps(state)
+        other = copy.deepcopy(metric)
+        other.merge(state)
+        self._after(other, [[rows]], outputs, keep=other)
+        assert pickle.dumps(state) == before, "merge() keeps the state it is given and goes on adding to it: copy what it takes"
+
+    # ------------------------------------------------------------------------------------------------ how
+
+    def _after(
+        self, metric: Metric, windows: Any, outputs: Any, keep: Metric | None = None, **processor: Any
+    ) -> dict[str, float]:
+        """The numbers after windows, each a list of batches, each a list of rows; in ``keep``, or in a copy."""
+        used = keep if keep is not None else copy.deepcopy(metric)
+        for number, window in enumerate(windows):
+            for rows in window:
+                inputs = InputProcessor(**processor).collate(rows)
+                used.accumulate(inputs, outputs(inputs))
+            used.on_step(StepResult(acted=True, cur_step=number + 1, grad_norm=0.5, lr=1e-3, weight=1.0))
+        return dict(used.calculate())
+
+    def _ranks(self, metric: Metric, parts: Any, outputs: Any) -> list[Metric]:
+        """A metric for each rank, which saw its rows."""
+        ranks = [copy.deepcopy(metric) for _ in parts]
+        for rank, rows in zip(ranks, parts, strict=True):
+            self._after(metric, [[rows]], outputs, keep=rank)
+        return ranks
+
+    def _same(self, one: Mapping[str, float], other: Mapping[str, float], why: str) -> None:
+        a, b = ({k: v for k, v in numbers.items() if k not in self.by_the_clock} for numbers in (one, other))
+        same = a.keys() == b.keys() and all(math.isclose(a[k], b[k], rel_tol=1e-6, abs_tol=1e-9) for k in a)
+        assert same, f"{why}\n    {a} against {b}"
+
+
+def _outputs(inputs: InputFeature, needs: Any) -> ModelOutput:
+    """The fields in ``needs``, and a loss with numbers of its own, as in training: cross entropy of the batch."""
+    model = tiny_lm()
+    output = outputs_of(model, inputs, {*needs, "logps"})
+    items = int((inputs["labels"] != IGNORE_INDEX).sum())
+    total = -output.logps.detach().sum()
+    if "logps" not in needs:
+        del output["logps"]
+    output.loss, output.num_items = total / max(items, 1), items
+    output["loss_metrics"] = {"own": (total / 2, float(items))}
+    return output
+
+
+def _travelled(state: Any) -> Any:
+    """A state as another rank gets it."""
+    return pickle.loads(pickle.dumps(state))
+
+
+def _leaves(value: Any) -> list[Any]:
+    if isinstance(value, Mapping):
+        return [leaf for v in value.values() for leaf in _leaves(v)]
+    if isinstance(value, list | tuple):
+        return [leaf for v in value for leaf in _leaves(v)]
+    return [value]

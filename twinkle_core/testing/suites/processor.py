@@ -1,0 +1,181 @@
+"""The compliance suite of processors (L2)."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from twinkle_core.isolation import attempt
+from twinkle_core.processors.input import row_lengths, unpack
+from twinkle_core.testing.suites.base import Suite, capability
+from twinkle_core.testing.toys import random_rows
+from twinkle_core.train import micro
+from twinkle_core.types import IGNORE_INDEX, InputFeature
+
+
+class ProcessorSuite(Suite):
+    """Checks of a Processor: nothing of a row is lost or invented on its way into a batch.
+
+    Fixtures to override:
+
+    * ``processor``: the object (with ``params`` to check several settings).
+    * ``rows``: encoded rows; by default seven of different lengths. Fields with one value for each token must come back from
+      the batch too, where the processor keeps them.
+
+    Capabilities:
+
+    * ``cuts``: batches can be cut between rows, for micro-batches and data ranks.
+    """
+
+    kind: ClassVar[str] = "processor"
+    cuts: ClassVar[bool] = True
+
+    @pytest.fixture
+    def processor(self) -> Any:
+        """The processor to check."""
+        return self.build()
+
+    @pytest.fixture
+    def subject(self, processor: Any) -> Any:
+        """The same, by the name that all suites know it by."""
+        return processor
+
+    @pytest.fixture
+    def rows(self) -> Sequence[InputFeature]:
+        """Encoded rows; ids of 0 and an end token among them, and a row of one token."""
+        return random_rows([5, 3, 7, 2, 4, 1, 6])
+
+    def test_rows_come_back(self, processor: Any, rows: Any) -> None:
+        """What ``collate`` padded or packed, unpadded again, are the rows: ids, labels and other values of tokens."""
+        batch = processor.collate(copy.deepcopy(rows))
+        for name in _token_fields(rows):
+            if name in ("input_ids", "labels") or batch.get(name) is not None:
+                _assert_rows(_rows_of(batch, name), [row[name] for row in rows], name, "of the batch, without padding,")
+
+    def test_a_single_row_comes_back(self, processor: Any, rows: Any) -> None:
+        """A batch of one row, and of the shortest."""
+        shortest = min(rows, key=lambda row: len(row["input_ids"]))
+        batch = processor.collate([copy.deepcopy(shortest)])
+        _assert_rows(_rows_of(batch, "input_ids"), [shortest["input_ids"]], "input_ids", "of a batch of one row")
+
+    def test_nothing_is_trained_in_padding(self, processor: Any, rows: Any) -> None:
+        """Labels are -100 wherever no row is, and there are as many labels as the rows have."""
+        batch = processor.collate(copy.deepcopy(rows))
+        wanted = sum(label != IGNORE_INDEX for row in rows for label in row["labels"])
+        found = int((batch["labels"] != IGNORE_INDEX).sum())
+        assert found == wanted, (
+            f"the rows have {wanted} labels and the batch has {found}: fill labels up with -100, and find padding by its "
+            "place, never by a token's id (the end token may be the padding token)"
+        )
+        mask = batch.get("attention_mask")
+        if mask is not None:
+            leaked = int((batch["labels"][mask == 0] != IGNORE_INDEX).sum())
+            assert not leaked, f"{leaked} labels stand where attention_mask is 0: pad labels with -100, on the side of the ids"
+
+    def test_tokens_are_conserved(self, processor: Any, rows: Any) -> None:
+        """Neither padding nor packing loses or doubles a token."""
+        batch = processor.collate(copy.deepcopy(rows))
+        lengths = [len(row["input_ids"]) for row in rows]
+        found = row_lengths(batch)
+        assert found == lengths, f"rows of {lengths} tokens have {found} in the batch: " + (
+            "seq_lens are the lengths of the rows, in order"
+            if processor.packs
+            else "attention_mask is 1 on each token of a row"
+        )
+        shape, packs = list(batch["input_ids"].shape), processor.packs
+        good = shape == [1, sum(lengths)] if packs else len(shape) == 2 and shape[0] == len(rows) and shape[1] >= max(lengths)
+        assert good, f"packs is {packs} and input_ids is {shape} for rows of {lengths}: [1, T] packed, [B, T] padded"
+        assert not (packs and batch.get("attention_mask") is not None), (
+            "a packed batch has an attention_mask: one of ones would let rows see each other; leave it out, "
+            "seq_lens tell them apart"
+        )
+
+    def test_positions_count_within_rows(self, processor: Any, rows: Any) -> None:
+        """Real tokens stand at 0, 1, 2, …, whatever is before them."""
+        batch = processor.collate(copy.deepcopy(rows))
+        if batch.get("position_ids") is None:
+            assert not processor.packs, "a packed batch needs position_ids that restart at 0 with each row"
+            pytest.skip("it gives no position_ids")
+        wanted = [list(range(len(row["input_ids"]))) for row in rows]
+        _assert_rows(_rows_of(batch, "position_ids"), wanted, "position_ids", "of the batch")
+
+    def test_fields_are_tensors(self, processor: Any, rows: Any) -> None:
+        """Whole numbers on the CPU, of one shape."""
+        batch = processor.collate(copy.deepcopy(rows))
+        for name in ("input_ids", "labels", "attention_mask", "position_ids"):
+            value = batch.get(name)
+            if value is None:
+                continue
+            assert isinstance(value, torch.Tensor), f"{name} is a {type(value).__name__}, not a tensor"
+            assert value.dtype == torch.int64 and value.device.type == "cpu", (
+                f"{name} is {value.dtype} on {value.device}: int64, CPU"
+            )
+            assert value.shape == batch["input_ids"].shape, (
+                f"{name} is {list(value.shape)}, input_ids {list(batch['input_ids'].shape)}"
+            )
+
+    @capability("cuts")
+    @pytest.mark.parametrize("ranks", [2, 3])
+    def test_rank_slices_partition_the_batch(self, processor: Any, rows: Any, ranks: int) -> None:
+        """The slices of data ranks, put together, are the rows, none lost or doubled, as if each rank collated its own."""
+        batch = processor.collate(copy.deepcopy(rows))
+        bounds = [len(rows) * r // ranks for r in range(ranks + 1)]
+        slices = [range(a, b) for a, b in itertools.pairwise(bounds)]
+        for name in ("input_ids", "labels"):
+            found = [row for part in slices for row in _rows_of(micro.cut_batch(batch, part), name)]
+            _assert_rows(found, [row[name] for row in rows], name, f"of {ranks} ranks' slices together")
+        for part in slices:
+            own = processor.collate(copy.deepcopy([rows[i] for i in part]))
+            _assert_rows(
+                _rows_of(own, "labels"),
+                [row.tolist() for row in _rows_of(micro.cut_batch(batch, part), "labels")],
+                "labels",
+                f"of rows {part.start} to {part.stop - 1} collated alone",
+            )
+
+    def test_changes_no_row(self, processor: Any, rows: Any) -> None:
+        """Rows are used again in the next epoch."""
+        given = copy.deepcopy(rows)
+        processor.collate(given)
+        changed = [i for i, (a, b) in enumerate(zip(given, rows, strict=False)) if dict(a) != dict(b)]
+        assert len(given) == len(rows) and not changed, f"collate() changes the rows it is given ({changed}): copy first"
+
+    def test_refuses_rows_that_do_not_fit(self, processor: Any, rows: Any) -> None:
+        """A row whose fields differ in length, or that lacks a field, is an error that names it; never filled up silently."""
+        broken: list[Any] = copy.deepcopy(list(rows))
+        broken[1] = {**broken[1], "labels": broken[1]["labels"][:-1]}
+        self._refuses(processor, broken, "whose labels are one short")
+        broken[1] = {k: v for k, v in broken[1].items() if k != "input_ids"}
+        self._refuses(processor, broken, "without input_ids")
+
+    def _refuses(self, processor: Any, rows: Any, what: str) -> None:
+        got = attempt(lambda: processor.collate(rows))
+        assert isinstance(got.error, ValueError | KeyError), (
+            f"a row {what} " + (f"gives {got.why}" if got.error else "is taken silently") + ": raise twinkle_core.errors.BadRow"
+        )
+
+
+def _token_fields(rows: Sequence[InputFeature]) -> list[str]:
+    """Fields with one value for each token, in all rows."""
+    first: Mapping[str, Any] = rows[0]
+    names = [name for name, value in first.items() if isinstance(value, list | tuple)]
+    return [n for n in names if all(len(row.get(n) or ()) == len(row["input_ids"]) for row in rows)]  # type: ignore[arg-type]
+
+
+def _rows_of(batch: Mapping[str, Any], name: str) -> list[torch.Tensor]:
+    value = batch.get(name)
+    assert value is not None, f"the batch has no {name}; it has {', '.join(batch)}"
+    split = attempt(lambda: unpack(batch, value))
+    assert split.value is not None, f"{name} can't be parted into rows by attention_mask or seq_lens: {split.why}"
+    return split.value
+
+
+def _assert_rows(found: Sequence[torch.Tensor], wanted: Sequence[Any], name: str, where: str) -> None:
+    assert len(found) == len(wanted), f"{name} {where} make {len(found)} rows; {len(wanted)} were given"
+    for number, (got, want) in enumerate(zip(found, wanted, strict=True)):
+        assert got.tolist() == list(want), f"{name} {where} differ from what row {number} has: {got.tolist()}, not {list(want)}"

@@ -1,0 +1,307 @@
+"""The compliance suite of templates (L2)."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+import math
+import pickle
+import socket
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar
+
+import pytest
+
+from twinkle_core.errors import TwinkleError
+from twinkle_core.isolation import attempt
+from twinkle_core.testing.suites.base import Suite, capability
+from twinkle_core.testing.tokenizers import chatml_tokenizer
+from twinkle_core.types import IGNORE_INDEX, Trajectory
+
+#: parameters of a constructor that are given an offline tokenizer where ``arguments`` says nothing
+_TOKENIZER = ("model_id", "tokenizer")
+
+
+class TemplateSuite(Suite):
+    """Checks of a Template, with a small tokenizer that needs no hub.
+
+    A constructor's parameter ``model_id`` or ``tokenizer`` is given that tokenizer; other values go into ``arguments``.
+
+    Fixtures and methods to override:
+
+    * ``template``: the object; what ``build()`` makes.
+    * ``build(**options)``: a new template; ``options`` are ``max_length`` and ``truncation_strategy``.
+    * ``conversations``: what it can encode: no two messages of one may hold the same text. The last message is the assistant's.
+
+    Capabilities:
+
+    * ``strategies``: the truncation strategies it takes.
+    * ``trains_every_turn``: all of the assistant's turns are trained; else the last one at least.
+    * ``parses``: ``parse`` gives back the text of a completion.
+    """
+
+    kind: ClassVar[str] = "template"
+    strategies: ClassVar[Sequence[str]] = ("raise", "left", "right", "split", "delete")
+    trains_every_turn: ClassVar[bool] = True
+    parses: ClassVar[bool] = True
+
+    def build(self, **options: Any) -> Any:
+        """A new template."""
+        given = dict(options)
+        component = type(self).component
+        if inspect.isclass(component):
+            wanted = [name for name in inspect.signature(component).parameters if name in _TOKENIZER]
+            given = {name: chatml_tokenizer() for name in wanted if name not in self.arguments} | given
+        return super().build(**given)
+
+    @pytest.fixture
+    def template(self) -> Any:
+        """The template to check."""
+        return self.build()
+
+    @pytest.fixture
+    def subject(self, template: Any) -> Any:
+        """The same, by the name that all suites know it by."""
+        return template
+
+    @pytest.fixture
+    def conversations(self) -> Sequence[Trajectory]:
+        """One turn, several turns with a system's, and other scripts, line breaks and signs of Markdown and JSON."""
+        return [
+            _conversation(user="Who are you, and who wrote you?", assistant="I am a small model that learns."),
+            _conversation(
+                system="Answer briefly.",
+                user="What is the quick brown fox?",
+                assistant="An animal in a sentence.",
+                user2="And the lazy dog?",
+                assistant2="It lies there, and is jumped over.",
+            ),
+            _conversation(user='你好？ {"a": [1, 2]}\n\n# Titel – größer', assistant="谢谢！ ✨\n```py\nx = 1\n```\nend."),
+        ]
+
+    # ------------------------------------------------------------------------------------------------ text and ids
+
+    def test_decoding_gives_the_text_back(self, template: Any, conversations: Any) -> None:
+        """``decode(encode(x)["input_ids"])`` holds what everybody said."""
+        for number, conversation in enumerate(conversations):
+            text = template.decode(_row(template, conversation)["input_ids"])
+            for turn, message in enumerate(conversation["messages"]):
+                assert message["content"] in text, (
+                    f"conversation {number}, message {turn} ({message['role']}): {message['content']!r} is not in what "
+                    f"decode() makes of the ids: {text!r}"
+                )
+
+    def test_rows_are_whole(self, template: Any, conversations: Any) -> None:
+        """``input_ids``, ``labels`` and ``length`` fit, and hold whole numbers."""
+        for conversation in conversations:
+            row = _row(template, conversation)
+            missing = sorted({"input_ids", "labels", "length"} - row.keys())
+            assert not missing, f"a row lacks {', '.join(missing)}"
+            ids, labels = list(row["input_ids"]), list(row["labels"])
+            assert len(ids) == len(labels) == row["length"], f"{len(ids)} ids, {len(labels)} labels, length {row['length']}"
+            assert all(isinstance(i, int) for i in [*ids, *labels]), "ids and labels are Python's whole numbers (use .tolist())"
+
+    def test_labels_are_what_comes_next(self, template: Any, conversations: Any) -> None:
+        """``labels[t]`` is the token after ``input_ids[t]``, or -100. The template shifts, once; losses do not."""
+        for conversation in conversations:
+            row = _row(template, conversation)
+            ids, labels = row["input_ids"], row["labels"]
+            wrong = [t for t, y in enumerate(labels) if y != IGNORE_INDEX and (t + 1 == len(ids) or ids[t + 1] != y)]
+            assert not wrong, (
+                f"labels[{wrong[0]}] is {labels[wrong[0]]}, and the token after position {wrong[0]} is "
+                f"{ids[wrong[0] + 1] if wrong[0] + 1 < len(ids) else 'not there'}: shift the targets by one, "
+                "labels = [*targets[1:], -100]"
+            )
+
+    # ------------------------------------------------------------------------------------------------ what is trained
+
+    def test_the_assistants_words_are_trained(self, template: Any, conversations: Any) -> None:
+        """Every answer stands in the labels."""
+        for number, conversation in enumerate(conversations):
+            trained = _trained(template, _row(template, conversation))
+            answers = [m["content"] for m in conversation["messages"] if m["role"] == "assistant"]
+            for answer in answers if self.trains_every_turn else answers[-1:]:
+                assert answer in trained, f"conversation {number}: {answer!r} is not in the labels, which hold {trained!r}"
+
+    def test_nobody_elses_words_are_trained(self, template: Any, conversations: Any) -> None:
+        """No label on what a user or system wrote."""
+        for number, conversation in enumerate(conversations):
+            trained = _trained(template, _row(template, conversation))
+            for message in conversation["messages"]:
+                assert message["role"] == "assistant" or message["content"] not in trained, (
+                    f"conversation {number}: the words of the {message['role']}, {message['content']!r}, are trained: labels "
+                    "are -100 everywhere but on what the assistant wrote"
+                )
+
+    def test_an_echo_is_trained_once(self, template: Any) -> None:
+        """The same words from user and assistant: found by their place, not by searching for the text."""
+        words = "The quick brown fox"
+        trained = _trained(template, _row(template, _conversation(user=words, assistant=words)))
+        assert trained.count(words) == 1, (
+            f"user and assistant both say {words!r}, and it is trained {trained.count(words)} times: {trained!r}. Find the "
+            "answer by its place in the conversation"
+        )
+
+    def test_a_prompt_has_no_labels(self, template: Any, conversations: Any) -> None:
+        """``add_generation_prompt=True`` gives a row to go on from: the question in it, nothing trained."""
+        conversation = copy.deepcopy(conversations[0])
+        conversation["messages"] = conversation["messages"][:-1]
+        row = template.encode(conversation, add_generation_prompt=True)
+        assert all(label == IGNORE_INDEX for label in row.get("labels") or ()), "a generation prompt has labels"
+        question, text = conversation["messages"][-1]["content"], template.decode(row["input_ids"])
+        assert question in text, f"the prompt does not hold the question {question!r}: {text!r}"
+
+    # ------------------------------------------------------------------------------------------------ too long
+
+    @pytest.mark.parametrize("strategy", ["raise", "left", "right", "split", "delete"])
+    def test_truncation(self, conversations: Any, strategy: str) -> None:
+        """A row that is too long is refused, cut on its side, split without losing a label, or left out, as asked."""
+        if strategy not in self.strategies:
+            pytest.skip(f"it has no strategy '{strategy}'")
+        conversation = max(conversations, key=lambda c: len(c["messages"][-1]["content"]))
+        whole = _row(self.build(), conversation)
+        ids, labels, size = list(whole["input_ids"]), list(whole["labels"]), len(whole["input_ids"])
+        fits = _rows(self.build(max_length=size, truncation_strategy=strategy).encode(copy.deepcopy(conversation)))
+        assert [r["input_ids"] for r in fits] == [ids], f"'{strategy}' changes a row of exactly max_length tokens"
+        limit = math.ceil(size / 3) if strategy == "split" else size - 3
+        template = self.build(max_length=limit, truncation_strategy=strategy)
+        got = attempt(lambda: template.encode(copy.deepcopy(conversation)))
+        if strategy == "raise":
+            assert isinstance(got.error, TwinkleError), (
+                f"'raise' gives {got.why or 'a row'} for {size} tokens and max_length {limit}: "
+                "raise twinkle_core.errors.RowTooLong"
+            )
+            return
+        assert got.error is None, f"'{strategy}' fails on {size} tokens with max_length {limit}: {got.why}"
+        rows = _rows(got.value)
+        too_long = [len(r["input_ids"]) for r in rows if len(r["input_ids"]) > limit]
+        assert not too_long, f"'{strategy}' with max_length {limit} gives a row of {too_long[0] if too_long else 0} tokens"
+        if strategy == "delete":
+            assert not rows, "'delete' gives a row that is too long; return None"
+        elif strategy == "split":
+            _assert_split(rows, ids, labels)
+        else:
+            kept = slice(size - limit, size) if strategy == "left" else slice(0, limit)
+            assert len(rows) == 1 and list(rows[0]["input_ids"]) == ids[kept], (
+                f"'{strategy}' keeps the {'last' if strategy == 'left' else 'first'} {limit} tokens of {size}; it gives "
+                f"{[list(r['input_ids']) for r in rows]}, not {ids[kept]}"
+            )
+            assert list(rows[0]["labels"])[:-1] == labels[kept][:-1], f"'{strategy}' cuts the labels otherwise than the ids"
+
+    # ------------------------------------------------------------------------------------------------ manners
+
+    def test_needs_no_network(self, template: Any, conversations: Any) -> None:
+        """After construction nothing is fetched: not by encode, decode, check or parse."""
+        with _offline() as asked:
+            for conversation in conversations:
+                got = attempt(lambda c=conversation: template.decode(_row(template, c)["input_ids"]))  # type: ignore[misc]
+                assert not asked, f"encode() asks the network ({asked[0]}): load everything in the constructor"
+                assert got.error is None, f"without a network encode() fails: {got.why}"
+                template.check(conversation)
+                template.parse(conversation["messages"][-1]["content"])
+        assert not asked, f"check() or parse() asks the network ({asked[0]}): load everything in the constructor"
+
+    def test_check_says_what_encode_does(self, template: Any, conversations: Any) -> None:
+        """None for what can be encoded, the reason for what can't."""
+        for number, conversation in enumerate(conversations):
+            why = template.check(copy.deepcopy(conversation))
+            assert why is None, f"check() refuses conversation {number}, which encode() takes: {why}"
+        nonsense: Any = {"messages": "no messages"}
+        refused = attempt(lambda: template.encode(copy.deepcopy(nonsense)))
+        told = attempt(lambda: template.check(copy.deepcopy(nonsense)))
+        assert isinstance(refused.error, TwinkleError), (
+            f"encode({nonsense}) gives {refused.why or refused.value!r}: "
+            "raise twinkle_core.errors.TemplateError, which names the place"
+        )
+        assert told.error is None and isinstance(told.value, str) and told.value, (
+            f"check({nonsense}) gives {told.why or repr(told.value)}; it returns the text of encode's error"
+        )
+
+    def test_batches_are_single_rows(self, template: Any, conversations: Any) -> None:
+        """``batch_encode`` is ``encode`` of each, in order."""
+        together = template.batch_encode(copy.deepcopy(conversations))
+        apart = [row for c in conversations for row in _rows(template.encode(copy.deepcopy(c)))]
+        assert [dict(r) for r in together] == [dict(r) for r in apart], "batch_encode() differs from encode() of each"
+
+    def test_leaves_the_conversation_alone(self, template: Any, conversations: Any) -> None:
+        """The data set's rows are encoded again in the next epoch, and give the same."""
+        given = copy.deepcopy(conversations)
+        first = [_rows(template.encode(c)) for c in given]
+        assert given == conversations, "encode() changes the conversation it is given: copy first"
+        assert [_rows(template.encode(c)) for c in given] == first, "encode() of the same conversation differs the second time"
+
+    def test_survives_pickling(self, template: Any, conversations: Any) -> None:
+        """Workers of a data set get it as a pickle."""
+        copied = attempt(lambda: pickle.loads(pickle.dumps(template)))
+        assert copied.value is not None, (
+            f"it can't be pickled ({copied.why}): keep no lambda, local function, lock or file in it"
+        )
+        same = _row(copied.value, conversations[0])["input_ids"] == _row(template, conversations[0])["input_ids"]
+        assert same, "its pickle encodes otherwise: what __init__ sets must be in its state"
+
+    @capability("parses")
+    def test_parses_a_completion(self, template: Any, conversations: Any) -> None:
+        """A completion becomes the assistant's message."""
+        answer = conversations[0]["messages"][-1]["content"]
+        message = template.parse(answer)
+        good = message.get("role") == "assistant" and message.get("content") == answer
+        assert good, f"parse({answer!r}) gives {message!r}; it gives role 'assistant' and the text as content"
+
+
+def _conversation(**turns: str) -> Trajectory:
+    return {"messages": [{"role": role.rstrip("2"), "content": text} for role, text in turns.items()]}
+
+
+def _rows(encoded: Any) -> list[Any]:
+    return encoded if isinstance(encoded, list) else [] if encoded is None else [encoded]
+
+
+def _row(template: Any, conversation: Any) -> Any:
+    rows = _rows(template.encode(copy.deepcopy(conversation)))
+    assert len(rows) == 1, (
+        f"a short conversation gives {len(rows)} rows, not one; build it with a max_length that lets it through"
+    )
+    return rows[0]
+
+
+def _trained(template: Any, row: Any) -> str:
+    """The text of the labels, stretches apart."""
+    texts, stretch = [], list[int]()
+    for label in [*row["labels"], IGNORE_INDEX]:
+        if label != IGNORE_INDEX:
+            stretch.append(label)
+        elif stretch:
+            texts.append(template.decode(stretch))
+            stretch = []
+    return " | ".join(texts)
+
+
+def _assert_split(rows: Sequence[Any], ids: list[int], labels: list[int]) -> None:
+    wanted = sum(label != IGNORE_INDEX for label in labels)
+    found = sum(label != IGNORE_INDEX for row in rows for label in row["labels"])
+    assert found == wanted, (
+        f"'split' keeps {found} of {wanted} labels: the last token of a piece predicts the first of the next"
+    )
+    at = 0
+    for number, row in enumerate(rows):
+        piece = list(row["input_ids"])
+        starts = [s for s in range(at, len(ids) - len(piece) + 1) if ids[s : s + len(piece)] == piece]
+        assert starts, f"piece {number} of 'split' is no consecutive part of the row, after the piece before it: {piece}"
+        at = starts[0] + len(piece)
+
+
+@contextlib.contextmanager
+def _offline() -> Iterator[list[str]]:
+    """Inside no connection can be made, nor a host's name be looked up; gives what was tried."""
+    asked: list[str] = []
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        asked.append(str(args[-1] if len(args) > 1 and not isinstance(args[0], str) else args[:2]))
+        raise OSError("there is no network in this check")
+
+    with pytest.MonkeyPatch.context() as patch:
+        for owner, name in ((socket.socket, "connect"), (socket.socket, "connect_ex"), (socket, "getaddrinfo")):
+            patch.setattr(owner, name, refuse)
+        patch.setattr(socket, "create_connection", refuse)
+        yield asked
