@@ -508,6 +508,13 @@ class TemplateError(TwinkleError, ValueError):
         return cls(f"no tokenizer could be loaded from {name}: {cause}")
 
     @classmethod
+    def tokens(cls, name: object, missing: Iterable[str], release: str) -> TemplateError:
+        return cls(
+            f"the tokenizer of {name} has no single token for {', '.join(missing)}, which {release} writes.\n"
+            f"    Take a tokenizer of that release's checkpoints, or the release that fits the tokenizer."
+        )
+
+    @classmethod
     def slow(cls, name: object) -> TemplateError:
         return cls(f"the tokenizer of {name} gives no character offsets (it is no 'fast' one), so labels can't be placed.")
 
@@ -520,6 +527,24 @@ class NoChatTemplate(TemplateError):
             f"the tokenizer of {name} has no chat template (a base model?).\n"
             f"    Give one with chat_template=…, take an instruct model's, or train plain text with use_chat_template=False."
         )
+
+
+class BadCompletion(TemplateError):
+    """A completion that breaks its format. ``place``: the character at which it does, counted from 0."""
+
+    place: int = 0
+
+    @classmethod
+    def at_character(cls, text: str, place: int, cause: str) -> BadCompletion:
+        rest = text[place : place + 40]
+        error = cls(f"character {place}: {cause}; there stands {rest!r}." if rest else f"at the end, character {place}: {cause}.")
+        error.place = place
+        return error
+
+    @classmethod
+    def unlike(cls, turn: int, field: str) -> TemplateError:
+        way = f"read back, what is written for it has another {field!r}: its text holds signs of the format that nothing escapes"
+        return TemplateError.at(turn, "assistant", way)
 
 
 class RowTooLong(TemplateError):
