@@ -508,6 +508,11 @@ class TemplateError(TwinkleError, ValueError):
         return cls(f"no tokenizer could be loaded from {name}: {cause}")
 
     @classmethod
+    def unreadable(cls, turn: int, field: str) -> TemplateError:
+        way = f"read back, it has another {field!r}: its text holds signs of the format, which nothing escapes"
+        return cls.at(turn, "assistant", way)
+
+    @classmethod
     def tokens(cls, name: object, missing: Iterable[str], release: str) -> TemplateError:
         return cls(
             f"the tokenizer of {name} has no single token for {', '.join(missing)}, which {release} writes.\n"
@@ -537,14 +542,9 @@ class BadCompletion(TemplateError):
     @classmethod
     def at_character(cls, text: str, place: int, cause: str) -> BadCompletion:
         rest = text[place : place + 40]
-        error = cls(f"character {place}: {cause}; there stands {rest!r}." if rest else f"at the end, character {place}: {cause}.")
+        error = cls(f"character {place}: {cause}; there stands {rest!r}." if rest else f"character {place}, the end: {cause}.")
         error.place = place
         return error
-
-    @classmethod
-    def unlike(cls, turn: int, field: str) -> TemplateError:
-        way = f"read back, what is written for it has another {field!r}: its text holds signs of the format that nothing escapes"
-        return TemplateError.at(turn, "assistant", way)
 
 
 class RowTooLong(TemplateError):
