@@ -147,7 +147,7 @@ def test_tasks_are_the_prompts(small):
         (assistant("a", "r1</think>r2"), "may not stand|another 'reasoning_content'"),
         (assistant(f"a\n\n<{DSML}tool_calls>", "r"), "can't be read back"),
         (assistant("", "r", tool_calls=[call("f", {"x": f"</{DSML}parameter>"})]), "can't be read back"),
-        (assistant("", "r", tool_calls=[call('f">\n', {})]), "another 'tool_calls'|can't be read back"),
+        (assistant("", "r", tool_calls=[call("f", {'a" string="true">b': "c"})]), "another 'tool_calls'"),
     ],
 )
 def test_what_could_not_be_read_back_is_refused_with_its_turn(small, message, why):

@@ -139,6 +139,6 @@ def test_one_lenient_parser_reads_every_release(release):
 
 
 def test_a_call_that_is_not_closed_before_the_next():
-    text = f'</think><{DSML}invoke name="a">\n<{DSML}parameter name="x" string="true">1</{DSML}parameter>\n<{DSML}invoke name="b">\n'
-    calls = parse_lenient(text + f"</{DSML}invoke>")["tool_calls"]
+    first = f'<{DSML}invoke name="a">\n<{DSML}parameter name="x" string="true">1</{DSML}parameter>\n'
+    calls = parse_lenient(f'</think>{first}<{DSML}invoke name="b">\n</{DSML}invoke>')["tool_calls"]
     assert [(c["function"]["name"], c["function"]["arguments"]) for c in calls] == [("a", '{"x": "1"}'), ("b", "{}")]

@@ -21,10 +21,12 @@ Mode = Literal["thinking", "chat"]
 
 @dataclass(frozen=True, slots=True)
 class Rendering:
-    """``text``, and where in it the assistant's own words are: ``spans``, in order, by index of the message."""
+    """``text``; where in it the assistant's own words are: ``spans``, in order, by index of the message; and the assistant's
+    messages by that index, as they were understood."""
 
     text: str
     spans: list[Span]
+    turns: Mapping[int, Turn]
 
 
 def render(
@@ -69,14 +71,16 @@ def render(
     turns = prepare.place_tools(turns, tools)
     effort = release.effort(reasoning_effort) if mode == "thinking" else ""
     pieces = LAYOUTS[release.layout](turns, release, mode == "thinking", drop_thinking, effort)
-    return _assemble([Piece(BOS)] if add_bos and not before else [], pieces)
+    if add_bos and not before:
+        pieces.insert(0, Piece(BOS))
+    return Rendering(*_assemble(pieces), {turn.index: turn for turn in turns if turn.emitted and turn.role == "assistant"})
 
 
-def _assemble(first: list[Piece], pieces: list[Piece]) -> Rendering:
+def _assemble(pieces: list[Piece]) -> tuple[str, list[Span]]:
     spans: list[Span] = []
     texts: list[str] = []
     place = 0
-    for piece in [*first, *pieces]:
+    for piece in pieces:
         if not piece.text:
             continue
         texts.append(piece.text)
@@ -84,7 +88,7 @@ def _assemble(first: list[Piece], pieces: list[Piece]) -> Rendering:
         if piece.turn is not None:
             spans.append(Span(piece.turn, place, end))
         place = end
-    return Rendering("".join(texts), spans)
+    return "".join(texts), spans
 
 
 # ---------------------------------------------------------------------------------------------------- V4 and V4.1

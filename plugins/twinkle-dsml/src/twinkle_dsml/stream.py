@@ -198,6 +198,12 @@ class StreamParser:
             self._breaks = 0
         self._breaks += len(text) - len(text.rstrip("\n"))
 
+    def _keep_breaks(self, kind: Literal["thought", "content"]) -> None:
+        if self._breaks:
+            breaks, self._breaks = "\n" * self._breaks, 0
+            self._parts[kind].append(breaks)
+            self._deltas.append(Delta(kind, breaks))
+
     def _argue(self, text: str) -> None:
         self._calls[-1][1].append(text)
         self._deltas.append(Delta("arguments", text, len(self._calls) - 1))
@@ -208,11 +214,7 @@ class StreamParser:
 
     def _end(self) -> None:
         """The text is over: line breaks at its end are the message's, and a parameter's name that is not closed is kept."""
-        if self._breaks:
-            kind: Literal["thought", "content"] = "thought" if self._state is _State.THOUGHT else "content"
-            breaks, self._breaks = "\n" * self._breaks, 0
-            self._parts[kind].append(breaks)
-            self._deltas.append(Delta(kind, breaks))
+        self._keep_breaks("thought" if self._state is _State.THOUGHT else "content")
         if self._state is _State.KEY:
             self._argue(("{" if self._first else ", ") + '"' + self._taken())
         self._state = _State.DONE
@@ -226,6 +228,8 @@ class StreamParser:
 
     def _after_content(self, sign: str) -> None:
         if sign == THINK_END:  # a stray one
+            self._keep_breaks("content")
+            self._leading = False
             return
         self._breaks = 0
         self._state = _State.BLOCK

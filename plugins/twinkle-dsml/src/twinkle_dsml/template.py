@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
-from twinkle_core.errors import BadCompletion, TemplateError
+from twinkle_core.errors import TemplateError
 from twinkle_core.templates.base import TextTemplate
-from twinkle_core.templates.labels import Span
 from twinkle_core.templates.messages import tools_of
 from twinkle_core.types import InputFeature, Message, Trajectory
 from twinkle_dsml import releases
 from twinkle_dsml.lenient import parse_lenient
+from twinkle_dsml.readback import assert_readable
 from twinkle_dsml.render import Rendering, render
 from twinkle_dsml.stream import StreamParser
 from twinkle_dsml.strict import parse_strict
@@ -103,7 +103,7 @@ class DSMLTemplate(TextTemplate):
         if self.train_on == "last":
             asked = max((k for k, m in enumerate(messages) if m["role"] in ("user", "developer")), default=-1)
             spans = [span for span in spans if span.turn > asked]
-        self._assert_readable(rendered.text, spans, messages)
+        assert_readable(rendered, spans, release=self.release, thinking=self.enable_thinking)
         return self.rows(*self.tokenise(rendered.text, spans))
 
     def render(self, trajectory: Trajectory, *, add_generation_prompt: bool = False, context: Sequence[Message] = ()) -> str:
@@ -131,26 +131,6 @@ class DSMLTemplate(TextTemplate):
         if waits and last["role"] == "assistant" and not last.get("wo_eos") and not last.get("task"):
             raise TemplateError.prompt()
         return rendered
-
-    def _assert_readable(self, text: str, spans: Iterable[Span], messages: Sequence[Mapping[str, Any]]) -> None:
-        """What is trained is read back as it was given; where it is not, the model would learn to write something else."""
-        for span in spans:
-            message = messages[span.turn]
-            words = text[span.start : span.end]
-            words = words if words.endswith(EOS) else words + EOS
-            thought = message.get("reasoning_content") or message.get("reasoning") or ""
-            thinks = bool(self.enable_thinking and thought)
-            try:
-                read = parse_strict(words, thinking=thinks, release=self.release)
-            except BadCompletion as cause:
-                raise TemplateError.at(span.turn, "assistant", f"it can't be read back once it is written: {cause}") from cause
-            named = [(call.get("function", call)).get("name") for call in message.get("tool_calls") or ()]
-            if thinks and read["reasoning_content"] != thought:
-                raise TemplateError.unreadable(span.turn, "reasoning_content")
-            if isinstance(message.get("content"), str) and read["content"] != message["content"]:
-                raise TemplateError.unreadable(span.turn, "content")
-            if named != [call["function"]["name"] for call in read["tool_calls"]]:
-                raise TemplateError.unreadable(span.turn, "tool_calls")
 
     def parse(self, text: str, *, strict: bool = False) -> Message:
         """A completion to a message: ``role``, ``content``, ``reasoning_content``, ``tool_calls``, each always there.

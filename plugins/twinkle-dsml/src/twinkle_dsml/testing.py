@@ -77,7 +77,8 @@ def write_tiny_v4(folder: Path | str, *, seed: int = 0, **changes: Any) -> Path:
         "o_lora_rank": 32,
         "index_n_heads": 2,
         "index_head_dim": 32,
-        "index_topk": 64,
+        "index_topk": 16,
+        "hc_sinkhorn_iters": 4,
         "pad_token_id": tokenizer.pad_token_id,
         "initializer_range": 0.05,
     }
@@ -89,10 +90,8 @@ def write_tiny_v4(folder: Path | str, *, seed: int = 0, **changes: Any) -> Path:
     return Path(folder)
 
 
-_WORDS = (
-    "a", "the", "fox,", "dog.", "北京", "weather", "is", "22°C;", "größer", "𝒳", "🚀", "<tag>", "x<y", "&&", "'q'", '"z"', "{1:", "[2]}", "\\",
-    "\n", "\n\n", "\t", "```py", "2>&1", "|", "None", "\\n", "is",
-)  # fmt: skip
+_WORDS = "a the fox, dog. 北京 weather is 22°C; größer 𝒳 🚀 <tag> x<y && 'q' \"z\" {1: [2]} | ```py 2>&1 None \\ \\n"
+_BREAKS = ["\n", "\n\n", "\t"]
 _KEYS = ("city", "days", "shipping address", "数量", "opts")
 
 
@@ -107,7 +106,7 @@ def random_conversation(seed: int, *, turns: int = 3, words: int = 12) -> Trajec
     rng = random.Random(seed)
 
     def said() -> str:
-        return " ".join(rng.choices(_WORDS, k=rng.randint(words // 2, words * 3 // 2)))
+        return " ".join(rng.choices([*_WORDS.split(), *_BREAKS], k=rng.randint(words // 2, words * 3 // 2)))
 
     values: list[Any] = [1, -1.5, True, None, [1, "二"], {"k": {"x": [None]}}]
     tools = [{"type": "function", "function": {"name": f"tool_{k}", "description": said(), "parameters": {}}} for k in range(2)]
