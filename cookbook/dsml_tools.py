@@ -1,7 +1,7 @@
 """DeepSeek V4 learns to call a tool: its own format in, a call of the right form out.
 
-A DeepSeek V4 of two tiny layers with random weights and a small tokenizer stand in for the real thing, so that this runs in well
-under a minute on a CPU. With a checkpoint, give its name as ``--model``; everything else stays as it is.
+A DeepSeek V4 of two tiny layers with random weights and a small tokenizer stand in for the real thing, so that this runs in
+well under a minute on a CPU. With a checkpoint, give its name as ``--model``; everything else stays as it is.
 
 python cookbook/dsml_tools.py [--model ms://… | hf://… | FOLDER] [--steps N]
 """
@@ -9,6 +9,8 @@ python cookbook/dsml_tools.py [--model ms://… | hf://… | FOLDER] [--steps N]
 import argparse
 import json
 import tempfile
+
+import torch
 
 import twinkle
 from twinkle.dataloader import DataLoader
@@ -21,6 +23,8 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--model", help="ms://…, hf://… or a folder; without it a tiny random one is made")
 parser.add_argument("--steps", type=int, default=40)
 args = parser.parse_args()
+if args.model is None:
+    torch.set_num_threads(1)  # more only wait for one another, at this size
 MODEL = args.model or write_tiny_v4(tempfile.mkdtemp(prefix="tiny-v4-"))
 
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}

@@ -13,6 +13,7 @@ __getattr__, __dir__, __all__ = attach(
         "get_device_placement": "twinkle_core.runtime.local:get_device_placement",
         "get_logger": "twinkle_core.log:get_logger",
         "initialize": "twinkle_core.runtime.local:initialize",
+        "listener": "twinkle.listener:",
         "loss": "twinkle.loss:",
         "metric": "twinkle.metric:",
         "model": "twinkle.model:",

@@ -1,5 +1,6 @@
 from twinkle import dataloader as dataloader
 from twinkle import dataset as dataset
+from twinkle import listener as listener
 from twinkle import loss as loss
 from twinkle import metric as metric
 from twinkle import model as model

@@ -229,13 +229,19 @@ class BadHook(TwinkleError):
 
 
 class HookFailed(TwinkleError):
-    """A hook module that can't be loaded or a hook that raised; a warning, or raised with TWINKLE_STRICT_PLUGINS=1."""
+    """A hook module that can't be loaded or a hook that raised; a warning, or raised with TWINKLE_STRICT_PLUGINS=1.
+
+    ``distribution``: its name and version; empty for a listener of this process.
+    """
 
     def __init__(self, entry: str, distribution: str, what: str, cause: BaseException) -> None:
         why = f"{type(cause).__name__}: {' '.join(str(cause).split())}"
         self.entry, self.distribution, self.why = entry, distribution, why
-        off = f"switch it off: TWINKLE_DISABLE_PLUGINS={distribution.split()[0]}"
-        super().__init__(f"plugin '{entry}' from {distribution} {what}: {why} ({off})")
+        if distribution:
+            off = f"switch it off: TWINKLE_DISABLE_PLUGINS={distribution.split()[0]}"
+            super().__init__(f"plugin '{entry}' from {distribution} {what}: {why} ({off})")
+        else:
+            super().__init__(f"listener '{entry}' of this process {what}: {why}")
 
 
 class WorkerMismatch(TwinkleError, RuntimeError):
@@ -280,6 +286,14 @@ class BadMesh(TwinkleError, ValueError):
     @classmethod
     def group(cls, field: str, value: object, way: str) -> BadMesh:
         return cls(f"DeviceGroup({field}={value!r}): {way}.")
+
+
+class RankFailed(TwinkleError, RuntimeError):
+    """One of several processes that work together ended badly; the others were ended too."""
+
+    def __init__(self, rank: int, world_size: int, what: str, output: str) -> None:
+        lines = "".join(f"\n    {line}" for line in output.strip().splitlines()[-20:])
+        super().__init__(f"rank {rank} of {world_size} {what}:{lines or ' it wrote nothing'}")
 
 
 class AlreadyInitialized(TwinkleError, RuntimeError):
@@ -600,6 +614,13 @@ class BadRow(TwinkleError, ValueError):
     @classmethod
     def argument(cls, name: str, value: object, way: str) -> BadRow:
         return cls(f"{name}={value!r}: {way}.")
+
+
+class PatchOrder(TwinkleError, RuntimeError):
+    """A patch that can't be undone yet: what it changed was changed again. ``later``: by what."""
+
+    def __init__(self, patch: str, later: str) -> None:
+        super().__init__(f"{patch} can't be undone: {later} stands on it.\n    Undo the later one first. Nothing was changed.")
 
 
 # ---------------------------------------------------------------------------------------------------- training
@@ -1063,6 +1084,27 @@ class BadReference(TwinkleError, ValueError):
 
     def __init__(self, text: str, kinds: Iterable[str]) -> None:
         super().__init__(f"'{text}' is not KIND/NAME, such as loss/cross_entropy\n    kinds: {_listed(kinds)}")
+
+
+class BadPluginName(TwinkleError, ValueError):
+    """A new plugin can't be called so. Nothing was written."""
+
+    def __init__(self, name: str, why: str) -> None:
+        super().__init__(f"a plugin can't be called {name!r}: {why}.\n    Choose another name, such as acme-losses.")
+
+
+class FolderExists(TwinkleError, FileExistsError):
+    """A folder that a command would make is there."""
+
+    def __init__(self, folder: object) -> None:
+        super().__init__(f"{folder} is there already, and is left as it is.\n    Choose another place (--dir FOLDER) or name.")
+
+
+class NotWritable(TwinkleError, OSError):
+    """A new plugin's folder could not be written; nothing of it is left."""
+
+    def __init__(self, folder: object, reason: object) -> None:
+        super().__init__(f"{folder} can't be written ({reason}).\n    Choose another place: --dir FOLDER")
 
 
 class UnknownDistribution(TwinkleError, LookupError):

@@ -9,8 +9,10 @@ from __future__ import annotations
 import atexit
 import functools
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import chain, count
 from types import SimpleNamespace
 from typing import Any
 
@@ -87,18 +89,53 @@ class Plugins:
         return list(self._records.values())
 
     def register(self, plugin: Any, name: str) -> None:
-        """Listen with an object or module of this process.
+        """Listen with an object or module of this process, until ``unregister(name)``.
 
         Raises:
-            BadHook: it marks a function that is no hook, or whose parameters the hook does not have.
+            BadHook: it marks no function, or one that is no hook, or whose parameters the hook does not have; or the name is
+            another listener's.
         """
+        if not _marked(plugin):
+            raise BadHook(name, None, f"no function of {plugin!r} is marked with @hookimpl")
         self._listen(Entry(HOOK_MODULES, name, name), plugin)
 
     def unregister(self, name: str) -> None:
-        """Listen no longer. ``name``: as in ``register``; ``distribution/entry`` for an installed module."""
-        self._manager.unregister(name=name)
-        self._entries.pop(name, None)
-        self._records.pop(name, None)
+        """Tell a listener ``twinkle_shutdown``, and listen no longer. A name that nobody has is no fault.
+
+        Args:
+            name: as in ``register``; ``distribution/entry`` for an installed module.
+        """
+        ends = [i.function for i in self._manager.hook.twinkle_shutdown.get_hookimpls() if i.plugin_name == name]
+        try:
+            for end in ends:
+                end()
+        finally:
+            if self._manager.has_plugin(name):
+                self._manager.unregister(name=name)
+            self._entries.pop(name, None)
+            self._records.pop(name, None)
+            self._warned = {(who, what) for who, what in self._warned if who != name}
+
+    @contextmanager
+    def listening(self, *listeners: Any) -> Iterator[None]:
+        """Listen with objects inside the block; on leaving, each is told ``twinkle_shutdown`` and listens no longer.
+
+        Example::
+
+            with listening(JsonLinesWriter("metrics.jsonl"), ProgressBar(total=100)):
+                train()
+
+        Raises:
+            BadHook: as ``register``; nobody listens then.
+        """
+        with ExitStack() as stack:
+            for listener in listeners:
+                with self._lock:
+                    kind = type(listener).__name__
+                    name = next(n for n in chain([kind], (f"{kind} {i}" for i in count(2))) if n not in self._entries)
+                    self.register(listener, name)
+                stack.callback(self.unregister, name)
+            yield
 
     def components(self, kind: str) -> list[Entry]:
         """What the hook ``twinkle_components`` gives for a kind, with who gave it."""
@@ -143,7 +180,7 @@ class Plugins:
         error = got.error
         assert error is not None
         cause = error.__cause__ if error.__cause__ is not None else error
-        failure = HookFailed(entry.name, f"{entry.dist or 'this process'} {entry.version}".strip(), what, cause)
+        failure = HookFailed(entry.name, f"{entry.dist} {entry.version}".strip(), what, cause)
         self._records[entry.qualified] = Record(entry, "failed", f"{what}: {failure.why}")
         if settings.strict_plugins():
             raise failure from error
@@ -163,6 +200,8 @@ class Plugins:
         """Give pluggy the marked functions of a module, each wrapped so that its failure stays its own."""
         wrapped = {name: self._isolated(entry, hook, function) for name, hook, function in _marked(plugin)}
         listener = SimpleNamespace(**wrapped)
+        if entry.qualified in self._entries:
+            raise BadHook(entry.name, None, "another listener of this process has that name")
         self._entries[entry.qualified] = entry
         try:
             self._manager.register(listener, entry.qualified)
@@ -214,4 +253,5 @@ records = _PROCESS.records
 set_aside = _PROCESS.set_aside
 register = _PROCESS.register
 unregister = _PROCESS.unregister
+listening = _PROCESS.listening
 components = _PROCESS.components

@@ -106,6 +106,11 @@ def rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
+def become_rank(rank: int, world_size: int) -> None:
+    """Set RANK, LOCAL_RANK and WORLD_SIZE as torchrun would, for a process that was started to be one of several."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
+
+
 def wait_passively() -> None:
     """Let CPU threads sleep while they wait for one another (OMP_WAIT_POLICY=PASSIVE), unless the user chose otherwise.
 

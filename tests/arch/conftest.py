@@ -23,27 +23,39 @@ class Source:
 
 def _module(path: Path) -> str:
     parts = list(path.with_suffix("").parts)
-    if parts[0] == "plugins":
+    if "src" in parts:
         parts = parts[parts.index("src") + 1 :]
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def _sources():
+def _sources(*patterns):
     found = []
-    for pattern in ("twinkle/**/*.py", "twinkle_core/**/*.py", "plugins/*/src/**/*.py"):
+    for pattern in patterns:
         for path in sorted(ROOT.glob(pattern)):
             relative, text = path.relative_to(ROOT), path.read_text(encoding="utf-8")
             found.append(Source(relative.as_posix(), _module(relative), text, ast.parse(text, str(relative))))
-    assert found
     return found
 
 
-SOURCES = _sources()
+SOURCES = _sources("twinkle/**/*.py", "twinkle_core/**/*.py", "plugins/*/src/**/*.py")
+assert SOURCES
+CONTRIB = _sources("contrib/*/src/**/*.py")  # not the product: whose manners they keep is their owners' business
+TESTS = _sources("tests/**/*.py", "plugins/*/tests/**/*.py")
 
 
 @pytest.fixture(scope="session")
 def sources():
     return SOURCES
+
+
+@pytest.fixture(scope="session")
+def contrib():
+    return CONTRIB
+
+
+@pytest.fixture(scope="session")
+def tests():
+    return TESTS
 
 
 def imports(source, *, everywhere):

@@ -59,7 +59,14 @@ def test_a_kinds_stub_names_what_the_entry_points_name(kind):
 
 @pytest.mark.parametrize(
     "module",
-    ["twinkle/__init__", "twinkle/dataset", "twinkle/dataloader", "twinkle_core/__init__", "twinkle_core/testing/__init__"],
+    [
+        "twinkle/__init__",
+        "twinkle/dataset",
+        "twinkle/dataloader",
+        "twinkle/listener",
+        "twinkle_core/__init__",
+        "twinkle_core/testing/__init__",
+    ],
 )
 def test_a_stub_names_what_its_module_attaches(module):
     assert stub_names(ROOT / f"{module}.pyi") == attached_names(ROOT / f"{module}.py")

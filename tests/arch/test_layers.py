@@ -19,6 +19,7 @@ LAYER_2 = {"train", "ops", "losses", "metrics", "processors", "patches", "testin
 APART = dict.fromkeys((f"twinkle_core.testing.{name}" for name in ("distributions", "declared", "has_pytest")), 0)
 #: what only the compliance suites import: they are asked for by who has pytest
 SUITES_MAY = {"pytest"}
+SUITES = ("twinkle_core.testing.suites.", "twinkle_core.cli.check_worker")
 
 
 def layer(module: str) -> int:
@@ -58,7 +59,7 @@ def test_imports_go_only_downward(sources, imports_of):
             continue
         mine = command_line.get(source.module, layer(source.module))
         allowed = set().union(*(THIRD_PARTY[n] for n in range(mine + 1)))
-        allowed |= SUITES_MAY if source.module.startswith("twinkle_core.testing.suites.") else set()
+        allowed |= SUITES_MAY if source.module.startswith(SUITES) else set()
         for name in imports_of(source, everywhere=False):
             top = name.partition(".")[0]
             if top == "twinkle_core":
@@ -97,6 +98,26 @@ def test_plugins_do_not_import_one_another(sources, imports_of):
         everywhere = mine != "twinkle_multilora"
         others = {name.partition(".")[0] for name in imports_of(source, everywhere=everywhere)} & packages - {mine}
         wrong += [f"{source.path} imports {other}" for other in sorted(others)]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_contrib_stands_on_core_alone(contrib, imports_of):
+    wrong = []
+    for source in contrib:
+        own = {"twinkle_core", source.module.partition(".")[0]}
+        for name in imports_of(source, everywhere=True):
+            if name.startswith("twinkle") and name.partition(".")[0] not in own:
+                wrong.append(f"{source.path} imports {name}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_nothing_needs_contrib(sources, tests, contrib, imports_of):
+    """It may be removed: neither the product nor its tests import from it."""
+    packages = {s.module.partition(".")[0] for s in contrib}
+    wrong = []
+    for source in [*sources, *tests]:
+        names = {name.partition(".")[0] for name in imports_of(source, everywhere=True)}
+        wrong += [f"{source.path} imports {name}" for name in sorted(names & packages)]
     assert not wrong, "\n".join(wrong)
 
 

@@ -68,6 +68,22 @@ def test_a_plugin_adds_a_command(capsys):
         plugins.unregister("greeter")
 
 
+def test_a_command_that_cannot_be_added_is_a_warning_and_the_others_are_there(capsys, caplog):
+    class Twice:
+        @hookimpl
+        def twinkle_register_commands(self, subparsers):
+            subparsers.add_parser("train")  # twinkle's own
+
+    class Good:
+        @hookimpl
+        def twinkle_register_commands(self, subparsers):
+            subparsers.add_parser("greet").set_defaults(run=lambda args: 7)
+
+    with plugins.listening(Good(), Twice()):
+        assert program.main(["greet"]) == 7
+    assert "listener 'Twice' of this process failed in twinkle_register_commands" in caplog.text
+
+
 def test_it_runs_as_a_module_too():
     done = subprocess.run([sys.executable, "-m", "twinkle", "--version"], capture_output=True, text=True, check=True)
     assert done.stdout == f"twinkle {__version__}\n"

@@ -99,10 +99,10 @@ from twinkle_core import registry
 from twinkle_core.cli.main import main
 assert main(["plugins"]) == 0
 assert main([]) == 0
-assert registry.find("model", "toy").dist == "toy-backend"
-assert "toy_backend" not in sys.modules and "twinkle_transformers" not in sys.modules
+assert registry.find("model", "demo").dist == "demo-engine"
+assert "demo_engine" not in sys.modules and "twinkle_transformers" not in sys.modules
 try:
-    from twinkle.model import ToyModel
+    from twinkle.model import DemoModel
 except ImportError as error:
     print("SHOWN", error)
 try:
@@ -115,10 +115,10 @@ except ImportError as error:
 def test_B53_importing_the_core_needs_no_heavy_package(site):
     """Import, listing and help work where every heavy library is absent; asking for a backend then says what to install."""
     site.add(
-        "toy-backend",
+        "demo-engine",
         "0.1",
-        entry_points={"models": {"toy": "toy_backend:ToyModel"}},
-        modules={"toy_backend.py": "from transformers import AutoModel\nclass ToyModel: pass"},
+        entry_points={"models": {"demo": "demo_engine:DemoModel"}},
+        modules={"demo_engine.py": "from transformers import AutoModel\nclass DemoModel: pass"},
         requires=["transformers>=4.57"],
     )
     began = time.monotonic()
@@ -126,6 +126,8 @@ def test_B53_importing_the_core_needs_no_heavy_package(site):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 0, done.stderr
     assert time.monotonic() - began < 3
-    assert f"SHOWN model 'toy' from toy-backend 0.1 needs 'transformers', which is not installed in {sys.prefix}" in done.stdout
+    assert (
+        f"SHOWN model 'demo' from demo-engine 0.1 needs 'transformers', which is not installed in {sys.prefix}" in done.stdout
+    )
     assert "    pip install transformers\n" in done.stdout
     assert "    pip install twinkle-megatron\n" in done.stdout

@@ -81,6 +81,19 @@ def test_a_wrong_allow_list_freezes_nothing(acme, monkeypatch):
     assert not names.frozen
 
 
+def test_a_denied_distribution_is_not_in_the_frozen_table(acme, another_site, monkeypatch):
+    """Frozen as a whole under a deny list: what it holds does not come back when the list is lifted."""
+    another_site.add("beta", entry_points={"losses": {"c": "builtins:int"}})
+    names = Registry(path=[str(acme.folder), str(another_site.folder)])
+    monkeypatch.setenv("TWINKLE_DISABLE_PLUGINS", "acme")
+    names.freeze()
+    monkeypatch.delenv("TWINKLE_DISABLE_PLUGINS")
+    assert names.resolve("loss", "c") is int
+    for name in ("a", "acme/a"):
+        with pytest.raises(FrozenRegistry):
+            names.resolve("loss", name)
+
+
 def test_snapshot_holds_what_was_resolved(acme):
     names = acme.registry()
     assert names.snapshot() == []

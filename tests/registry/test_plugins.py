@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import subprocess
 import sys
@@ -87,6 +88,18 @@ def test_switched_off(site, monkeypatch):
     assert states(names) == {"acme-hooks": "off"}
 
 
+def test_an_allow_list_keeps_other_hook_modules_from_being_imported(site, monkeypatch):
+    hook_module(site, "wanted", "@hookimpl\ndef twinkle_report_header():\n    return 'wanted'\n")
+    hook_module(site, "other-hooks", "raise SystemError('imported')\n")
+    monkeypatch.setenv("TWINKLE_PLUGINS", "wanted")
+    monkeypatch.setenv("TWINKLE_STRICT_PLUGINS", "1")  # else a failing import would be only a warning
+    names = site.registry()
+    assert names.plugins().hooks().twinkle_report_header() == ["wanted"]
+    assert states(names) == {"wanted": "loaded", "other-hooks": "off"}
+    monkeypatch.setenv("TWINKLE_DISABLE_PLUGINS", "wanted")  # deny wins over allow
+    assert states(again := site.registry()) == {} and again.plugins().hooks().twinkle_report_header() == []
+
+
 def test_strict(site, monkeypatch):
     hook_module(site, "bad", "raise RuntimeError('no')\n")
     monkeypatch.setenv("TWINKLE_STRICT_PLUGINS", "1")
@@ -110,6 +123,27 @@ def test_a_hook_that_raises_is_one_warning_and_the_others_answer(site, warned, m
     monkeypatch.setenv("TWINKLE_STRICT_PLUGINS", "1")
     with pytest.raises(HookFailed, match="in step"):
         names.plugins().hooks().twinkle_after_step(session=None, result=1)
+
+
+@pytest.mark.parametrize("hook", hookspecs.NAMES)
+def test_each_hook_keeps_failures_apart(hook, warned):
+    """One listener fails before, and one after, one that answers."""
+    plugins = Registry(path=()).plugins()
+
+    def listener(function):
+        return type("Listens", (), {hook: staticmethod(hookimpl(function))})
+
+    def fails():
+        raise ValueError("no")
+
+    plugins.register(listener(fails), "last")
+    plugins.register(listener(lambda: "well"), "good")
+    plugins.register(listener(fails), "first")
+    arguments = dict.fromkeys(inspect.signature(getattr(hookspecs, hook)).parameters)
+    for _ in range(2):
+        assert getattr(plugins.hooks(), hook)(**arguments) == ("well" if hook == "twinkle_resolve" else ["well"])
+    asked = ["first"] if hook == "twinkle_resolve" else ["first", "last"]  # an answer ends the asking
+    assert warned() == [f"listener '{name}' of this process failed in {hook}: ValueError: no" for name in asked]
 
 
 def test_half_registered_names_are_gone(site, warned):
@@ -154,15 +188,82 @@ def test_a_module_of_this_process():
             self.seen = []
 
         @hookimpl
-        def twinkle_metrics_logged(self, step, metrics):
-            self.seen.append((step, metrics))
+        def twinkle_checkpoint_saved(self, path):
+            self.seen.append(path)
+
+        @hookimpl
+        def twinkle_shutdown(self):
+            self.seen.append("end")
 
     watch, plugins = Watch(), Registry(path=()).plugins()
     plugins.register(watch, "watch")
-    plugins.hooks().twinkle_metrics_logged(step=3, metrics={"loss": 1.0})
-    plugins.unregister("watch")
-    plugins.hooks().twinkle_metrics_logged(step=4, metrics={})
-    assert watch.seen == [(3, {"loss": 1.0})]
+    plugins.hooks().twinkle_checkpoint_saved(path="a", session=None)
+    with pytest.raises(BadHook, match="another listener of this process has that name"):
+        plugins.register(Watch(), "watch")
+    assert plugins.components("loss") == []
+    plugins.hooks().twinkle_checkpoint_saved(path="b", session=None)
+    for _ in range(2):
+        plugins.unregister("watch")
+    plugins.hooks().twinkle_checkpoint_saved(path="c", session=None)
+    assert watch.seen == ["a", "b", "end"]
+
+
+class Told:
+    """Notes what it hears."""
+
+    def __init__(self, fails=False):
+        self.heard, self.fails = [], fails
+
+    @hookimpl
+    def twinkle_checkpoint_saved(self, path):
+        self.heard.append(path)
+
+    @hookimpl
+    def twinkle_components(self, kind):
+        return {"given": int}
+
+    @hookimpl
+    def twinkle_shutdown(self):
+        self.heard.append("end")
+        if self.fails:
+            raise OSError("disk full")
+
+
+def test_listening_inside_a_block(warned):
+    plugins = Registry(path=()).plugins()
+    one, two, outer = Told(), Told(fails=True), Told()
+    plugins.register(outer, "Told")
+    with pytest.raises(ZeroDivisionError), plugins.listening(one, two):
+        plugins.hooks().twinkle_checkpoint_saved(path="a", session=None)
+        raise ZeroDivisionError
+    plugins.hooks().twinkle_checkpoint_saved(path="b", session=None)
+    assert (one.heard, two.heard, outer.heard) == (["a", "end"], ["a", "end"], ["a", "b"])
+    assert warned() == ["listener 'Told 3' of this process failed in twinkle_shutdown: OSError: disk full"]
+    assert plugins.records() == []  # of those that left
+    for _ in range(2):  # who fails in another block is told of again
+        with plugins.listening(two):
+            pass
+    assert len(warned()) == 3
+    assert len(plugins.components("loss")) == 1
+
+
+def test_who_is_refused_keeps_the_others_from_listening():
+    class Dumb: ...
+
+    one, plugins = Told(), Registry(path=()).plugins()
+    with pytest.raises(BadHook, match=r"no function of .*Dumb.* is marked with @hookimpl"), plugins.listening(one, Dumb()):
+        raise AssertionError("unreachable")
+    assert one.heard == ["end"] and plugins.hooks().twinkle_checkpoint_saved(path="a", session=None) == []
+    assert one.heard == ["end"]
+
+
+def test_a_strict_failure_at_the_end_of_a_block_leaves_nobody_listening(monkeypatch):
+    monkeypatch.setenv("TWINKLE_STRICT_PLUGINS", "1")
+    plugins, bad, good = Registry(path=()).plugins(), Told(fails=True), Told()
+    with pytest.raises(HookFailed, match="disk full"), plugins.listening(good, bad):
+        pass
+    plugins.hooks().twinkle_checkpoint_saved(path="a", session=None)
+    assert good.heard == bad.heard == ["end"]
 
 
 def test_a_refused_object_leaves_nothing_behind():

@@ -52,6 +52,26 @@ def test_two_repositories_do_not_shadow_each_other(site, hub, monkeypatch):
         names.resolve("loss", "hf://beta/losses")
 
 
+def test_names_that_read_alike_are_still_two(site, hub, monkeypatch):
+    """Repositories whose module names differ in nothing but signs that a module's name can't hold, and one on two hubs."""
+    monkeypatch.setenv("TWINKLE_TRUST_REMOTE_CODE", "1")
+    names = site.registry()
+    for repository in ("acme/my-losses", "acme/my_losses", "acme_my/losses"):
+        hub.add(repository, __init__=f"class MineLoss:\n    who = {repository!r}")
+    for repository in ("acme/my-losses", "acme/my_losses", "acme_my/losses", "acme/my-losses"):
+        assert names.resolve("loss", f"hf://{repository}").who == repository
+    one, two = (names.resolve("loss", f"{scheme}://acme/my-losses") for scheme in ("hf", "ms"))
+    assert one.__module__ != two.__module__ and all(cls.__module__ in sys.modules for cls in (one, two))
+
+
+@pytest.mark.parametrize("value", ["0", "", "no", "false"])
+def test_what_does_not_say_yes_is_no_trust(site, hub, monkeypatch, value):
+    monkeypatch.setenv("TWINKLE_TRUST_REMOTE_CODE", value)
+    with pytest.raises(errors.RemoteCodeRefused):
+        site.registry().resolve("loss", "ms://acme/losses#Mine")
+    assert hub.fetched == []
+
+
 def test_a_repository_that_fails_leaves_no_module_behind(site, hub, monkeypatch):
     monkeypatch.setenv("TWINKLE_TRUST_REMOTE_CODE", "1")
     hub.add("acme/bad", __init__="from . import fine\nraise RuntimeError('no')", fine="")

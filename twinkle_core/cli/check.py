@@ -7,14 +7,14 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib import import_module
-from typing import Any
 
 from twinkle_core.cli.children import Ended, each
+from twinkle_core.cli.probe import to_plain
 from twinkle_core.cli.tables import table
 from twinkle_core.errors import UnknownDistribution
-from twinkle_core.index import HOOK_MODULES, Entry
+from twinkle_core.index import HOOK_MODULES
 from twinkle_core.testing.declared import entries_of, key_of, named_suites
 
 WORKER = "twinkle_core.cli.check_worker"
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
         entries = entries_of(args.target)
         suites, faults = named_suites(entries)
         labels = [f"{e.kind} {e.name}" if e.kind != HOOK_MODULES else f"hooks {e.name}" for e in entries]
-        tasks = [{"entry": _plain(e), "suite": suites.get(key_of(e), "")} for e in entries]
+        tasks = [{"entry": to_plain(e), "suite": suites.get(key_of(e), "")} for e in entries]
         path = list(sys.path)
     rows: list[Row] = []
     for label, answer in zip(labels, each(WORKER, tasks, args.timeout, path), strict=True):
@@ -72,8 +72,8 @@ def run(args: argparse.Namespace) -> int:
             print(answer["refused"], file=sys.stderr)
             return UnknownDistribution.exit_status
         else:
-            name = label if label.startswith(answer["kind"]) else f"{answer['kind']} {label}"
-            rows.append(Row(name.strip(), tuple((o["test"], o["outcome"], o["text"]) for o in answer["outcomes"])))
+            name = f"{answer['kind']} {label}".strip() if label == args.target else label
+            rows.append(Row(name, tuple((o["test"], o["outcome"], o["text"]) for o in answer["outcomes"])))
     print(_document(rows, faults) if args.json else text(rows, faults))
     return 1 if faults or any(row.count("failed") for row in rows) else 0
 
@@ -110,7 +110,3 @@ def _document(rows: Sequence[Row], faults: Sequence[str]) -> str:
         for row in rows
     ]
     return json.dumps({"components": components, "faults": list(faults)}, indent=2, ensure_ascii=False)
-
-
-def _plain(entry: Entry) -> dict[str, Any]:
-    return {k: v for k, v in asdict(entry).items() if k != "obj"}

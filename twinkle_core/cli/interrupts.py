@@ -8,7 +8,7 @@ import threading
 from types import FrameType, TracebackType
 from typing import Any
 
-from twinkle_core.cli import journal
+from twinkle_core.listeners.progress import note
 
 #: what a shell expects of a program that was ended by a signal
 EXIT = {signal.SIGINT: 130, signal.SIGTERM: 143}
@@ -48,7 +48,7 @@ class Interrupts:
             raise KeyboardInterrupt
         if self.received is None:
             self.received = signal.Signals(number)
-            journal.note(self._notice)
+            note(self._notice)
 
     @property
     def exit_status(self) -> int:

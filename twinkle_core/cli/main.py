@@ -18,6 +18,7 @@ COMMANDS = {
     "plugins": "what is installed, and whether it works",
     "check": "an installed distribution, or a class, against the contracts",
     "show": "one component: its class, parameters and text",
+    "new": "begin a plugin that works already",
     "doctor": "this machine, its libraries and settings",
 }
 INTERRUPTED = 130  # what shells use for Ctrl-C

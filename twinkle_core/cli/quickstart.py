@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from twinkle_core import settings
-from twinkle_core.cli import checkpoints, journal, quickstart_model, sft, sft_plan
+from twinkle_core.cli import checkpoints, plot, quickstart_model, sft, sft_plan
 from twinkle_core.cli.quickstart_program import program
 from twinkle_core.cli.quiet import quiet
 from twinkle_core.config.schema import TrainConfig
+from twinkle_core.listeners import jsonl
 
 if TYPE_CHECKING:
     from twinkle_core.contracts.model import TwinkleModel
@@ -129,7 +130,7 @@ def free_folder(given: Path) -> Path:
 
 
 def _holds_a_run(folder: Path) -> bool:
-    return bool(checkpoints.all_of(folder)) or any((folder / name).exists() for name in (ADAPTER, "metrics.jsonl"))
+    return bool(checkpoints.all_of(folder)) or any((folder / name).exists() for name in (ADAPTER, sft.METRICS))
 
 
 def _precision() -> str:
@@ -167,8 +168,8 @@ def _dialogue(questions: Sequence[str], answers: Sequence[str]) -> str:
 
 def _leave(plan: sft_plan.Plan, choice: quickstart_model.Choice, adapter: Path) -> None:
     """Draw the loss and say where everything is."""
-    metrics, picture = plan.output_dir / "metrics.jsonl", plan.output_dir / "loss.png"
-    missing = journal.plot(journal.read(metrics), picture, f"{choice.title} learns its name")
+    metrics, picture = plan.output_dir / sft.METRICS, plan.output_dir / "loss.png"
+    missing = plot.draw(jsonl.read(metrics), picture, f"{choice.title} learns its name")
     print(f"Adapter:   {adapter}\nMetrics:   {metrics}\nLoss plot: {f'none: {missing}' if missing else picture}")
 
 

@@ -11,16 +11,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from twinkle_core import registry
-from twinkle_core.cli import checkpoints, journal, quickstart_model, resume, run_files, sft_plan
+from twinkle_core import plugins, registry
+from twinkle_core.cli import checkpoints, plot, quickstart_model, resume, run_files, sft_plan
 from twinkle_core.cli.interrupts import Interrupts
 from twinkle_core.config.schema import DatasetConfig, TrainConfig
+from twinkle_core.listeners import jsonl, progress
 
 if TYPE_CHECKING:
     from twinkle_core.contracts.model import TwinkleModel
     from twinkle_core.contracts.template import Template
     from twinkle_core.data.dataloader import DataLoader
     from twinkle_core.data.dataset import Dataset
+
+METRICS = "metrics.jsonl"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +48,7 @@ class Run:
     eval_loader: DataLoader | None
     total: int  # steps of the whole run
     step: int = 0  # steps done
+    updates_before: int = 0  # of the run that is gone on with; a step whose update was skipped is none
 
     @property
     def config(self) -> TrainConfig:
@@ -75,7 +79,7 @@ def run(plan: sft_plan.Plan, say: Callable[[str], None] = print, bar: bool = Tru
         path = save(current, checkpoints.name_of(current.step))
         checkpoints.rotate(plan.output_dir, limit)
         saved = current.step
-        journal.note(f"saved {path}")
+        progress.note(f"saved {path}")
 
     def each_step() -> None:
         if save_steps is not None and current.step % save_steps == 0:
@@ -83,7 +87,7 @@ def run(plan: sft_plan.Plan, say: Callable[[str], None] = print, bar: bool = Tru
 
     say(current.model.get_train_configs())
     status = loop(current, each_step, lambda: None if saved == current.step else keep(), bar=bar)
-    missing = journal.plot(journal.read(plan.output_dir / "metrics.jsonl"), plan.output_dir / "loss.png", title(plan.config))
+    missing = plot.draw(jsonl.read(plan.output_dir / METRICS), plan.output_dir / "loss.png", title(plan.config))
     say(f"no loss plot: {missing}" if missing else f"loss plot: {plan.output_dir / 'loss.png'}")
     if status:
         say(f"stopped after step {current.step} of {current.total}; go on with --resume")
@@ -128,17 +132,17 @@ def loop(
         The exit status, as ``run``.
     """
     training = current.config.training
-    with Interrupts() as interrupts, journal.Journal(current.plan.output_dir, current.total, current.step, bar) as log:
-        for _ in _steps(current, log):
+    with Interrupts() as interrupts, plugins.listening(*_listeners(current, bar)):
+        for _ in _steps(current):
             current.step += 1
-            log.step()
             last = current.step == current.total or interrupts.received is not None
             evaluates = current.eval_loader is not None and (
                 current.step == current.total or _each(training.eval_steps, current.step)
             )
             if last or evaluates or _each(training.logging_steps, current.step):
-                values = dict(current.model.calculate_metric(is_training=True))
-                log.log(current.step, _epoch(current), values | (evaluate(current) if evaluates else {}))
+                current.model.calculate_metric(is_training=True)
+            if evaluates:
+                evaluate(current)
             each_step()
             if last or interrupts.received is not None:
                 break
@@ -146,7 +150,17 @@ def loop(
         return interrupts.exit_status if current.step < current.total else 0  # a signal at the very end stopped nothing
 
 
-def _steps(current: Run, log: journal.Journal) -> Iterator[float | None]:
+def _listeners(current: Run, bar: bool) -> tuple[jsonl.JsonLinesWriter, progress.ProgressBar]:
+    def epoch() -> dict[str, float]:
+        return {"epoch": round(current.loader.get_state()["consumed_train_samples"] / len(current.loader.dataset), 4)}
+
+    return (
+        jsonl.JsonLinesWriter(current.plan.output_dir / METRICS, current.updates_before, more=epoch),
+        progress.ProgressBar(current.total, current.step, shown=bar),
+    )
+
+
+def _steps(current: Run) -> Iterator[float | None]:
     """Train; yields the gradient norm each time that an accumulation window has closed.
 
     The last window of an epoch may be short: its gradients are divided by what it really held.
@@ -159,7 +173,6 @@ def _steps(current: Run, log: journal.Journal) -> Iterator[float | None]:
             current.model.forward_backward(
                 inputs=rows, micro_batch_size=training.micro_batch_size, gradient_accumulation_steps=size
             )
-            log.tokens(sum(len(row["input_ids"]) for row in rows))
             held += 1
             if held == size:
                 held = 0
@@ -168,20 +181,16 @@ def _steps(current: Run, log: journal.Journal) -> Iterator[float | None]:
             yield current.model.flush(max_grad_norm=training.max_grad_norm)
 
 
-def evaluate(current: Run) -> dict[str, Any]:
-    """Loss and metrics of the evaluation set, as ``eval_…``."""
+def evaluate(current: Run) -> None:
+    """Read the metrics of the evaluation set."""
     assert current.eval_loader is not None
     for rows in current.eval_loader:
         current.model.forward_only(inputs=rows, return_logits=False, micro_batch_size=current.config.training.micro_batch_size)
-    return {f"eval_{name}": value for name, value in current.model.calculate_metric(is_training=False).items()}
+    current.model.calculate_metric(is_training=False)
 
 
 def _each(steps: int | None, step: int) -> bool:
     return steps is not None and step % steps == 0
-
-
-def _epoch(current: Run) -> float:
-    return float(current.loader.get_state()["consumed_train_samples"] / len(current.loader.dataset))
 
 
 # ---------------------------------------------------------------------------------------------------- building
@@ -228,7 +237,7 @@ def build(plan: sft_plan.Plan, data: Data, start: resume.Start | None, say: Call
         state = model.resume_from_checkpoint(start.folder)
         data.loader.resume_from_checkpoint(state["consumed_train_samples"])
         # a step whose update was skipped (fp16) is none to the model; the folder's name counts them all
-        current.step = start.step
+        current.step, current.updates_before = start.step, state["cur_step"]
         say(f"going on from {start.folder} after step {current.step}")
     return current
 

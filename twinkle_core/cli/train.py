@@ -23,7 +23,7 @@ Resume
 
 Written to output_dir
   checkpoint-N     weights and all that --resume needs: each training.save_steps, at the end, and where a signal stops it
-  metrics.jsonl    a line each training.logging_steps
+  metrics.jsonl    a line each training.logging_steps, and one for each evaluation
   loss.png         the loss over the steps (needs matplotlib)
   config.yaml      what was really used, options included; twinkle train reads it
   data_order.json  what fixes which row comes when: a resumed run must have the same
@@ -72,13 +72,13 @@ def run(args: argparse.Namespace) -> int:
         raise errors.NoConfigGiven()
     settings.wait_passively()
     config, source = load(args.config, overrides)
-    plugins.hooks().twinkle_configure(config=config)
     resume = (own["resume"] or checkpoints.AUTO) if "resume" in own else args.resume
 
     from twinkle_core.cli import sft, sft_plan
     from twinkle_core.cli.quiet import quiet
 
     plan = sft_plan.make(config, source, resume)
+    plugins.hooks().twinkle_configure(config=config)
     if resume is not None and plan.resume is None:
         print(f"{plan.output_dir} holds no checkpoint: the run begins at step 0")
     with quiet():

@@ -47,7 +47,7 @@ class Engine(ABC):
     device: Any  # torch.device
     capabilities: frozenset[str] = frozenset()
     on_nonfinite: Literal["raise", "skip"] = "raise"
-    #: over how many ranks the backend averages gradients (DDP: the data ranks); 1 where it sums them, or has one rank
+    #: over how many ranks the backend averages gradients, as DDP does over the data ranks; 1 where it sums them, or has one
     grad_divisor: int = 1
 
     @abstractmethod

@@ -16,8 +16,8 @@ class Loss(ABC):
 
     Class attributes that a subclass declares:
 
-    * ``needs``: which fields of :class:`ModelOutput` it reads (``logits logps entropies predictions hidden embeddings values
-      aux_loss``). The engine computes these and nothing else.
+    * ``needs``: which fields of :class:`~twinkle_core.types.ModelOutput` it reads (``logits logps entropies predictions hidden
+      embeddings values aux_loss``). The engine computes these and nothing else.
     * ``scope``: the grain at which it may be split without changing the result. ``token``, ``row`` and ``group`` losses give
       the same gradients for N micro-batches as for one batch; a ``batch`` loss (in-batch negatives) does not, and says so.
     * ``token_local``: True where the loss of a token depends on that token's outputs alone, so that ranks that hold slices of a

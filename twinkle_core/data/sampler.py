@@ -5,6 +5,9 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
+
+Row = TypeVar("Row")
 
 
 def epoch_order(size: int, epoch: int, seed: int, shuffle: bool) -> Sequence[int]:
@@ -16,7 +19,7 @@ def epoch_order(size: int, epoch: int, seed: int, shuffle: bool) -> Sequence[int
     return order
 
 
-def share(batch: Sequence[int], rank: int, world_size: int) -> Sequence[int]:
+def share(batch: Sequence[Row], rank: int, world_size: int) -> Sequence[Row]:
     """A data rank's part of a global batch: contiguous, sizes differ by at most one, the first ranks get the larger ones.
 
     A batch of fewer rows than ranks leaves the last ranks an empty part, so that all see the same number of batches.

@@ -7,6 +7,7 @@ __getattr__, __dir__, __all__ = attach(
     {
         "LossSuite": "twinkle_core.testing.suites.loss:LossSuite",
         "MetricSuite": "twinkle_core.testing.suites.metric:MetricSuite",
+        "ModelSuite": "twinkle_core.testing.suites.model:ModelSuite",
         "PatchSuite": "twinkle_core.testing.suites.patch:PatchSuite",
         "ProcessorSuite": "twinkle_core.testing.suites.processor:ProcessorSuite",
         "Suite": "twinkle_core.testing.suites.base:Suite",

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 #: kind -> its suite
 SUITES = {
+    "model": "twinkle_core.testing.suites.model:ModelSuite",
     "loss": "twinkle_core.testing.suites.loss:LossSuite",
     "metric": "twinkle_core.testing.suites.metric:MetricSuite",
     "template": "twinkle_core.testing.suites.template:TemplateSuite",
@@ -40,7 +41,8 @@ PASSED, FAILED, EXPECTED, LEFT_OUT = "passed", "failed", "expected", "left out"
 
 _ASKED: ContextVar[type[Checks]] = ContextVar("_ASKED")
 _OPTIONS = ("-q", "-s", "--tb=no", "--no-header", "--no-summary", "--import-mode=importlib", "--disable-plugin-autoload")
-_PLUGINS_OFF = ("cacheprovider", "faulthandler", "junitxml", "pastebin")
+#: what would write files, take the watchdog of a hang away, or collect garbage five times at the end
+_PLUGINS_OFF = ("cacheprovider", "faulthandler", "junitxml", "pastebin", "unraisableexception", "threadexception")
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,14 @@ from safetensors.torch import load_file, save_file
 
 from twinkle_core import registry
 from twinkle_core.contracts.adapters import BASE, AdapterStore
-from twinkle_core.errors import CheckpointDamaged, CheckpointMismatch, CheckpointNotFound, TwinkleError, WindowNotStepped
+from twinkle_core.errors import (
+    CheckpointDamaged,
+    CheckpointMismatch,
+    CheckpointNotFound,
+    CheckpointUnfit,
+    TwinkleError,
+    WindowNotStepped,
+)
 from twinkle_core.log import get_logger
 from twinkle_core.train import differences, optim, rng
 from twinkle_core.train.folder import STATE_FILE, recover, sha256
@@ -128,12 +135,16 @@ def gather(model: Sessions, session: Session) -> Parts:
     """The training state of a session. Changes nothing.
 
     Raises:
-        WindowNotStepped: gradients have been normalised and not used. CheckpointUnfit: a state that is not plain data.
+        WindowNotStepped: gradients have been normalised and not used. CheckpointUnfit: a state that is not plain data, or an
+        open window over several ranks.
     """
     parts = Parts()
     window, optimizer = session.window, session.optimizer
     if window.normalised and not window.finished:
         raise WindowNotStepped(window.count)
+    if window.open and model.engine.mesh.world_size > 1:
+        why = f"its gradients lie apart on {model.engine.mesh.world_size} ranks; save after an update, or flush() first"
+        raise CheckpointUnfit("an accumulation window that is open", why)
     if optimizer is not None:
         parameters = model.adapters.parameters(session.name)
         parts.tensors["optimizer"], parts.data["optimizer"] = optim.state_by_name(optimizer, parameters)

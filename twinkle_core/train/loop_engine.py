@@ -87,8 +87,7 @@ class LoopEngine(Engine):
         loss_args: Mapping[str, Any] | None = None,
     ) -> list[Batch]:
         assert session.processor is not None  # core resolves what falls back to the base before it calls an engine
-        own = len(prepare.cuts(rows, session.loss, micro_batch_size))
-        agreed = max(self.gather_objects(own))
+        agreed = max(self.gather_objects(len(prepare.cuts(rows, session.loss, micro_batch_size))))
         return prepare.prepare(
             rows,
             device=self.device,
@@ -96,7 +95,7 @@ class LoopEngine(Engine):
             loss=session.loss,
             micro_batch_size=micro_batch_size,
             loss_args=loss_args,
-            at_least=agreed if agreed > own else 1,
+            at_least=agreed,
         )
 
     def run_schedule(

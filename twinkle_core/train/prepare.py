@@ -113,7 +113,7 @@ def prepare(
     loss: Loss | None = None,
     micro_batch_size: int | None = None,
     loss_args: Mapping[str, Any] | None = None,
-    at_least: int = 1,
+    at_least: int = 0,
 ) -> list[Batch]:
     """Cut rows into micro-batches between groups, collate them, move them to the device.
 
@@ -126,10 +126,10 @@ def prepare(
         at_least: micro-batches that all data ranks have agreed on; a rank that has fewer takes part with a row without labels.
 
     Raises:
-        EmptyBatch: no rows, and no other rank has any (``at_least`` is 1 or less). BadInputs: see ``check_batch``.
+        EmptyBatch: no rows, and no other rank has any (``at_least`` is 0). BadInputs: see ``check_batch``.
     """
     count = count_rows(rows)
-    if count == 0 and at_least <= 1:
+    if count == 0 and at_least == 0:
         raise EmptyBatch
     args = dict(loss_args or {})
     batches: list[Batch] = []

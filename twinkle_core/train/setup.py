@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from types import MappingProxyType
 from typing import Any
 
 from twinkle_core import arguments, plugins, registry
@@ -166,7 +167,8 @@ class SetupVerbs(Sessions):
                 metric.merge(state)
             numbers |= metric.calculate()
             metric.reset()
-        plugins.hooks().twinkle_metrics_logged(step=session.cur_step, metrics=numbers)
+        seen = MappingProxyType(dict(numbers))  # what a listener does to it is not the caller's, nor the other way round
+        plugins.hooks().twinkle_metrics_logged(step=session.cur_step, metrics=seen, session=session, is_training=is_training)
         return numbers
 
     @one_at_a_time

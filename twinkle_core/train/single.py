@@ -17,7 +17,8 @@ WEIGHTS = "model.safetensors"
 
 
 class SingleAdapter(AdapterStore):
-    """BASE alone: all of a module's own weights. What a backend without adapters uses, and what other stores start from.
+    """BASE alone: all of a module's own weights. What a backend without adapters uses, and what other stores start from: one
+    that overrides ``check``, ``parameters`` and ``state_dict`` for more names loads, writes and reads these too.
 
     Args:
         module: the model. Weights are written as one ``model.safetensors`` under the module's own names.
@@ -29,6 +30,11 @@ class SingleAdapter(AdapterStore):
     def names(self) -> list[str]:
         return []
 
+    def check(self, name: str) -> None:
+        """Raise UnknownAdapter unless there are weights of this name."""
+        if name != BASE:
+            raise UnknownAdapter(name, None, [])
+
     def acquire(self, name: str, config: Any) -> str:
         raise BadAdapter(name, f"{type(self.module).__name__} takes no adapters; it is trained as a whole (adapter_name='')")
 
@@ -37,34 +43,33 @@ class SingleAdapter(AdapterStore):
 
     @contextlib.contextmanager
     def activate(self, name: str) -> Iterator[None]:
-        self._only_base(name)
+        self.check(name)
         yield
 
     def parameters(self, name: str) -> dict[str, torch.nn.Parameter]:
-        self._only_base(name)
+        self.check(name)
         return {key: p for key, p in self.module.named_parameters() if p.requires_grad}
 
     def state_dict(self, name: str) -> dict[str, torch.Tensor]:
-        self._only_base(name)
+        self.check(name)
         return dict(self.module.state_dict())
 
     def load_state_dict(self, name: str, state: Mapping[str, torch.Tensor]) -> None:
-        check_state(self.state_dict(name), state, "weights")
-        self.module.load_state_dict(dict(state))
+        live = self.state_dict(name)
+        check_state(live, state, f"adapter '{name}'" if name else "weights")
+        with torch.no_grad():
+            for key, tensor in live.items():
+                tensor.copy_(state[key])
 
     def write(self, name: str, folder: Path) -> None:
         save_file(distinct(self.state_dict(name)), folder / WEIGHTS)
 
     def read(self, name: str, folder: Path) -> dict[str, torch.Tensor]:
-        self._only_base(name)
+        self.check(name)
         if not (folder / WEIGHTS).is_file():
             raise CheckpointNotFound(str(folder / WEIGHTS), "there is no such file")
         state: dict[str, torch.Tensor] = load_file(folder / WEIGHTS)
         return state
-
-    def _only_base(self, name: str) -> None:
-        if name != BASE:
-            raise UnknownAdapter(name, None, [])
 
 
 def distinct(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from twinkle_core import plugins
-from twinkle_core.errors import BadArgument, CheckpointMismatch
+from twinkle_core.errors import BadArgument, CheckpointMismatch, CheckpointNotWritten
 from twinkle_core.train import checkpoint, folder, limits
 from twinkle_core.train.session import Session
 from twinkle_core.train.sessions import Sessions, one_at_a_time
@@ -32,6 +34,8 @@ class StorageVerbs(Sessions):
     ) -> str:
         """Write a checkpoint folder ``output_dir/name``, whole or not at all; one that is there is replaced at the end.
 
+        All data ranks call it together; the first one writes, and all return when the folder is whole.
+
         Args:
             name: a folder inside ``output_dir`` (default ``output``).
             save_optimizer: also what resuming needs: optimizer, scheduler, gradient scaler, random state, and the gradients of
@@ -52,8 +56,10 @@ class StorageVerbs(Sessions):
         path = folder.target(output_dir if output_dir is not None else OUTPUT_DIR, name)
         parts = checkpoint.gather(self, session) if save_optimizer else None
         consumed = session.consumed_train_samples if consumed_train_samples is None else consumed_train_samples
-        with folder.replacing(path) as temporary:
-            checkpoint.write(self, session, temporary, parts, consumed)
+        with self._once(path) as mine:
+            if mine:
+                with folder.replacing(path) as temporary:
+                    checkpoint.write(self, session, temporary, parts, consumed)
         session.consumed_train_samples = consumed
         plugins.hooks().twinkle_checkpoint_saved(path=str(path), session=session)
         return str(path)
@@ -126,6 +132,19 @@ class StorageVerbs(Sessions):
     def get_state_dict(self, *, adapter_name: str | None = None) -> dict[str, torch.Tensor]:
         """Tensors under plain keys (PEFT's for an adapter). Live: copy what you want to keep."""
         return self.adapters.state_dict(self._session(adapter_name).name)
+
+    @contextlib.contextmanager
+    def _once(self, path: Path) -> Iterator[bool]:
+        """Data ranks hold the same, so the first of them writes (it is told so); on leaving, all know that it has, or fail."""
+        mesh = self.engine.mesh
+        try:
+            yield mesh.world_size == 1 or mesh.ranks("dp")[0] == mesh.rank
+        except Exception as error:
+            self.engine.gather_objects(str(error))
+            raise
+        failed = [why for why in self.engine.gather_objects(None) if why is not None]
+        if failed:
+            raise CheckpointNotWritten(str(path), f"another rank could not: {failed[0]}")
 
     def _load_weights(self, session: Session, path: Path) -> None:
         """The store checks keys and shapes before it changes anything; then forwards and gradients of old weights go."""

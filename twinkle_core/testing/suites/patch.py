@@ -81,16 +81,8 @@ class PatchSuite(Suite):
             return model(inputs)
         return model.forward_only(inputs, return_logits=True)["logits"]
 
-    def test_changes_something(self, patch: Any, model: Any) -> None:
-        """Else these checks would say nothing."""
-        before = self._photo(model)
-        patch.apply(model)
-        assert _differences(before, self._photo(model)), (
-            "apply() changes nothing of this model; override the fixture 'model' with one that the patch is for"
-        )
-
     def test_undo_restores_attributes_and_methods(self, patch: Any, model: Any) -> None:
-        """Every attribute is the object it was; none is left behind."""
+        """Every attribute is the object it was; none is left behind. The first test: later ones see what earlier ones left."""
         before = self._photo(model)
         patch.apply(model)
         patch.undo(model)
@@ -98,6 +90,16 @@ class PatchSuite(Suite):
         assert not left, (
             f"after undo() {_listed(left)}. Put back what was found; and what was not there before apply(), delete "
             "(a method set on an object hides its class's: del it, don't set it)"
+        )
+
+    def test_changes_something(self, patch: Any, model: Any) -> None:
+        """Else these checks would say nothing."""
+        before = self._photo(model)
+        patch.apply(model)
+        after = self._photo(model)
+        patch.undo(model)
+        assert _differences(before, after), (
+            "apply() changes nothing of this model; override the fixture 'model' with one that the patch is for"
         )
 
     def test_undo_restores_outputs(self, patch: Any, model: Any) -> None:
@@ -139,14 +141,18 @@ class PatchSuite(Suite):
         first = self._outputs(model)
         patch.undo(model)
         patch.apply(model)
-        assert _equal(first, self._outputs(model)), "applied again after undo(), the outputs differ from the first time"
+        again = self._outputs(model)
+        patch.undo(model)
+        assert _equal(first, again), "applied again after undo(), the outputs differ from the first time"
 
     @capability("same_outputs")
     def test_computes_the_same(self, patch: Any, model: Any) -> None:
         """A patch changes how a model computes, never what."""
         before = self._outputs(model)
         patch.apply(model)
-        for old, new in zip(before, self._outputs(model), strict=True):
+        patched = self._outputs(model)
+        patch.undo(model)
+        for old, new in zip(before, patched, strict=True):
             same = old.shape == new.shape and torch.allclose(old.float(), new.float(), rtol=self.tolerance, atol=self.tolerance)
             assert same, (
                 "the patched model gives other outputs. Where rounding differs more, raise 'tolerance'; where it is meant so, "

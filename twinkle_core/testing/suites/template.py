@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
-import math
 import pickle
 import socket
 from collections.abc import Iterator, Sequence
@@ -51,7 +50,7 @@ class TemplateSuite(Suite):
         given = dict(options)
         component = type(self).component
         if inspect.isclass(component):
-            wanted = [name for name in inspect.signature(component).parameters if name in _TOKENIZER]
+            wanted = [name for name in _parameters(component) if name in _TOKENIZER]
             given = {name: chatml_tokenizer() for name in wanted if name not in self.arguments} | given
         return super().build(**given)
 
@@ -164,7 +163,9 @@ class TemplateSuite(Suite):
         ids, labels, size = list(whole["input_ids"]), list(whole["labels"]), len(whole["input_ids"])
         fits = _rows(self.build(max_length=size, truncation_strategy=strategy).encode(copy.deepcopy(conversation)))
         assert [r["input_ids"] for r in fits] == [ids], f"'{strategy}' changes a row of exactly max_length tokens"
-        limit = math.ceil(size / 3) if strategy == "split" else size - 3
+        trained = [t for t, label in enumerate(labels) if label != IGNORE_INDEX]
+        within = next((t for t in trained if t >= size // 2), size - 2) + 1  # a piece that ends within the answer
+        limit = within if strategy == "split" else size - 3
         template = self.build(max_length=limit, truncation_strategy=strategy)
         got = attempt(lambda: template.encode(copy.deepcopy(conversation)))
         if strategy == "raise":
@@ -247,6 +248,19 @@ class TemplateSuite(Suite):
         message = template.parse(answer)
         good = message.get("role") == "assistant" and message.get("content") == answer
         assert good, f"parse({answer!r}) gives {message!r}; it gives role 'assistant' and the text as content"
+
+
+def _parameters(cls: type) -> list[str]:
+    """Of its constructor, and where that passes keywords on, of the constructors before it."""
+    found: list[str] = []
+    for base in cls.__mro__:
+        if "__init__" not in vars(base):
+            continue
+        parameters = inspect.signature(vars(base)["__init__"]).parameters.values()
+        found += [p.name for p in parameters]
+        if all(p.kind is not p.VAR_KEYWORD for p in parameters):
+            break
+    return found
 
 
 def _conversation(**turns: str) -> Trajectory:

@@ -1,49 +1,23 @@
-"""The bar, the metrics file and the plot; signals; folders of checkpoints."""
+"""The picture of the loss; signals; folders of checkpoints."""
 
 from __future__ import annotations
 
 import builtins
-import json
 import signal
 import statistics
 
 import pytest
 
 from twinkle_core import errors
-from twinkle_core.cli import checkpoints, journal
+from twinkle_core.cli import checkpoints, plot
 from twinkle_core.cli.interrupts import Interrupts
-from twinkle_core.cli.journal import Journal
-
-
-def test_lines_are_json_and_numbers_that_are_not_finite_are_null(tmp_path):
-    with Journal(tmp_path, 2, bar=False) as log:
-        log.tokens(10)
-        log.log(1, 0.5, {"loss": float("nan"), "lr": 1e-3, "step": 77})
-        log.log(2, 1.0, {"loss": 2.0})
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == [1, 2]
-    assert rows[0]["loss"] is None and rows[0]["tokens_per_second"] > 0 and rows[1]["tokens_per_second"] == 0
-
-
-def test_a_resumed_run_drops_the_lines_of_steps_that_it_does_again(tmp_path):
-    with Journal(tmp_path, 5, bar=False) as log:
-        for step in range(1, 5):
-            log.log(step, 0, {"loss": step})
-    with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 5, "lo')  # cut short by a crash
-    with Journal(tmp_path, 5, done=2, bar=False) as log:
-        log.log(3, 0, {"loss": 33})
-    assert [(row["step"], row["loss"]) for row in journal.read(tmp_path / "metrics.jsonl")] == [(1, 1), (2, 2), (3, 33)]
-    with Journal(tmp_path, 5, bar=False):
-        pass
-    assert journal.read(tmp_path / "metrics.jsonl") == []
 
 
 def test_plot_or_the_reason_why_not(tmp_path, monkeypatch):
     rows = [{"step": 1, "loss": 2.0}, {"step": 2, "loss": None}, {"step": 3, "loss": 1.0, "eval_loss": 1.5}]
-    assert journal.plot(rows, tmp_path / "loss.png", "t") is None
+    assert plot.draw(rows, tmp_path / "loss.png", "t") is None
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
-    assert journal.plot([{"step": 1}], tmp_path / "no.png", "t") == "no loss was logged"
+    assert plot.draw([{"step": 1}], tmp_path / "no.png", "t") == "no loss was logged"
     imports = builtins.__import__
 
     def without(name, *rest, **named):
@@ -52,25 +26,8 @@ def test_plot_or_the_reason_why_not(tmp_path, monkeypatch):
         return imports(name, *rest, **named)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    assert journal.plot(rows, tmp_path / "no.png", "t") == "matplotlib is not installed (pip install matplotlib)"
+    assert plot.draw(rows, tmp_path / "no.png", "t") == "matplotlib is not installed (pip install matplotlib)"
     assert not (tmp_path / "no.png").exists()
-
-
-def test_where_there_is_no_terminal_progress_is_a_line_now_and_then(tmp_path, capsys, monkeypatch):
-    with Journal(tmp_path, 50) as log:
-        for step in range(1, 51):
-            log.step()
-            log.log(step, 0, {"loss": 1.5, "lr": 1e-3})
-    written = capsys.readouterr()
-    assert "\r" not in written.err and written.out == ""
-    assert [line[: line.index(":")] for line in written.err.splitlines()] == ["step 1 of 50", "step 50 of 50"]
-    assert "loss=1.500, lr=1.0e-03, tok/s=0" in written.err
-    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    with Journal(tmp_path, 2) as log:
-        log.step()
-        log.log(1, 0, {"loss": 1.5})
-    drawn = capsys.readouterr().err
-    assert "\r" in drawn and "loss=1.500" in drawn and "step 1 of" not in drawn
 
 
 def test_the_plot_has_a_title_and_a_running_mean(tmp_path, monkeypatch):
@@ -79,14 +36,14 @@ def test_the_plot_has_a_title_and_a_running_mean(tmp_path, monkeypatch):
     figures = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
     rows = [{"step": n, "loss": float(n % 7)} for n in range(1, 61)]
-    assert journal.plot(rows, tmp_path / "loss.png", "tiny on rows") is None
+    assert plot.draw(rows, tmp_path / "loss.png", "tiny on rows") is None
     (axes,) = figures[0].axes
     raw, mean = axes.get_lines()
     assert axes.get_title() == "tiny on rows" and mean.get_label() == "loss, mean of 6 logged"
     values = [row["loss"] for row in rows]
     assert list(raw.get_ydata()) == values and raw.get_alpha() < 1
     assert list(mean.get_ydata()) == [pytest.approx(statistics.fmean(values[max(0, n - 5) : n + 1])) for n in range(60)]
-    assert journal.running_mean([1.0] * 19) == (None, 1)
+    assert plot.running_mean([1.0] * 19) == (None, 1)
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

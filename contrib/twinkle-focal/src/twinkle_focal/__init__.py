@@ -1,0 +1,1 @@
+"""Focal loss for twinkle, and a metric of how much of a batch is still hard."""

@@ -1,0 +1,1 @@
+"""A complete backend for twinkle in plain PyTorch: two layers, low-rank adapters, several data ranks."""

@@ -1,0 +1,184 @@
+"""Faults of metrics, each caught by the test that is about it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from twinkle_core import IGNORE_INDEX, Metric
+from twinkle_core.testing import MetricSuite
+
+
+class Right(Metric):
+    """Mean log probability of the labels."""
+
+    needs = frozenset({"logps"})
+
+    def __init__(self):
+        self.total, self.count = 0.0, 0
+
+    def accumulate(self, inputs, outputs):
+        self.total = self.total + outputs.logps.detach().sum()
+        self.count = self.count + (inputs["labels"] != IGNORE_INDEX).sum()
+
+    def state(self):
+        return {"total": float(self.total), "count": int(self.count)}
+
+    def merge(self, state):
+        self.total, self.count = self.total + state["total"], self.count + state["count"]
+
+    def calculate(self):
+        return {"logp": float(self.total) / int(self.count)} if int(self.count) else {}
+
+    def reset(self):
+        self.total, self.count = 0.0, 0
+
+
+class MeanOfMeans(Right):
+    """A mean a batch, and the number of batches."""
+
+    def accumulate(self, inputs, outputs):
+        labelled = int((inputs["labels"] != IGNORE_INDEX).sum())
+        if labelled:
+            self.total, self.count = self.total + float(outputs.logps.sum()) / labelled, self.count + 1
+
+
+class MergesMeans(Right):
+    """Sums while it accumulates; ranks meet as means."""
+
+    def merge(self, state):
+        if not state["count"]:
+            return
+        mean = state["total"] / state["count"]
+        own = float(self.total) / int(self.count) if int(self.count) else mean
+        self.total, self.count = (own + mean) / 2, 1
+
+
+class MergeForgets(Right):
+    """The last rank wins."""
+
+    def merge(self, state):
+        self.total, self.count = state["total"], state["count"]
+
+
+class NeverResets(Right):
+    def reset(self):
+        pass
+
+
+class HalfResets(Right):
+    """Empty to look at, until the next window."""
+
+    def reset(self):
+        self.count = 0
+
+
+class NaN(Right):
+    def calculate(self):
+        return {"logp": float(torch.as_tensor(self.total) / torch.as_tensor(self.count))}
+
+
+class Forgets(Right):
+    """Reading it empties it."""
+
+    def calculate(self):
+        numbers = super().calculate()
+        self.reset()
+        return numbers
+
+
+class CountsPadding(Right):
+    def accumulate(self, inputs, outputs):
+        super().accumulate(inputs, outputs)
+        self.count = self.count + (inputs["labels"] == IGNORE_INDEX).sum()
+
+
+class Undeclared(Right):
+    def accumulate(self, inputs, outputs):
+        super().accumulate(inputs, outputs)
+        if outputs.entropies is not None:
+            self.total = self.total + outputs.entropies.sum()
+
+
+class KeepsGraph(Right):
+    def accumulate(self, inputs, outputs):
+        self.total = self.total + outputs.logps.sum()
+        self.count = self.count + (inputs["labels"] != IGNORE_INDEX).sum()
+
+    def state(self):
+        return {"total": self.total, "count": self.count}
+
+
+class Aliases(Right):
+    """Takes a list of another's state for its own."""
+
+    def __init__(self):
+        self.parts = []
+
+    def accumulate(self, inputs, outputs):
+        self.parts.append([float(outputs.logps.sum()), int((inputs["labels"] != IGNORE_INDEX).sum())])
+
+    def state(self):
+        return {"parts": self.parts}
+
+    def merge(self, state):
+        if self.parts:
+            self.parts = self.parts + state["parts"]
+        else:
+            self.parts = state["parts"]
+
+    def calculate(self):
+        count = sum(n for _, n in self.parts)
+        return {"logp": sum(total for total, _ in self.parts) / count} if count else {}
+
+    def reset(self):
+        self.parts = []
+
+
+class Tensors(Right):
+    def calculate(self):
+        return {"logp": self.total / self.count} if int(self.count) else {}
+
+
+class Writes(Right):
+    def accumulate(self, inputs, outputs):
+        super().accumulate(inputs, outputs)
+        inputs["labels"].fill_(0)
+
+
+RANKS = {"test_ranks_merge_into_one", "test_merging_is_associative"}
+EMPTY, RESET = "test_an_empty_window_has_no_numbers", "test_reset_forgets_everything"
+
+
+def test_the_right_one_passes(caught):
+    assert caught(MetricSuite, Right) == set(), caught.texts
+
+
+@pytest.mark.parametrize(
+    ("metric", "tests"),
+    [
+        (MeanOfMeans, {"test_two_accumulations_are_one", "test_ranks_merge_into_one"}),
+        (MergesMeans, RANKS),
+        (MergeForgets, {*RANKS, "test_an_empty_rank_changes_nothing"}),
+        (NeverResets, {RESET}),
+        (HalfResets, {RESET}),
+        (NaN, {EMPTY, RESET, "test_nothing_labelled_is_no_number"}),
+        (CountsPadding, {"test_padding_changes_nothing", "test_two_accumulations_are_one", "test_ranks_merge_into_one"}),
+        (Undeclared, {"test_asks_for_what_it_declares"}),
+        (Aliases, {"test_the_state_is_plain"}),
+        (Tensors, {"test_numbers_are_numbers"}),
+        (Writes, {"test_changes_nothing_that_it_is_given"}),
+    ],
+)
+def test_a_fault_is_caught_by_the_tests_about_it(caught, metric, tests):
+    assert caught(MetricSuite, metric) == tests, caught.texts
+
+
+def test_a_metric_that_keeps_graphs_or_forgets_what_it_is_asked(caught):
+    assert "test_the_state_is_plain" in caught(MetricSuite, KeepsGraph)
+    assert "test_numbers_are_numbers" in caught(MetricSuite, Forgets)
+
+
+def test_what_is_to_be_done_is_said(caught):
+    caught(MetricSuite, MeanOfMeans)
+    assert "a mean of means weights batches, not items" in caught.texts["test_two_accumulations_are_one"]

@@ -1,0 +1,294 @@
+"""A sound model passes its suite; one with a planted bug fails exactly the test that is meant for it."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from twinkle_core.contracts.adapters import BASE
+from twinkle_core.errors import BadAdapter, DuplicateAdapter, UnknownAdapter
+from twinkle_core.testing import runner
+from twinkle_core.testing.engines import CallbackEngine, ToyEngine
+from twinkle_core.testing.suites.model import ModelSuite
+from twinkle_core.testing.toys import TinyLM
+from twinkle_core.train.single import SingleAdapter
+from twinkle_core.train.verbs import SessionModel
+from twinkle_core.types import LossOutput
+
+# ---------------------------------------------------------------------------------------------------- a sound model
+
+
+class ShiftedLM(TinyLM):
+    """Hidden states are shifted by the vectors of the adapters that take part."""
+
+    shifts = ()
+
+    def forward(self, inputs):
+        return super().forward(inputs) + sum(self.shifts)
+
+
+class Shifts(SingleAdapter):
+    """An adapter is one vector; its config is the value that the vector starts with."""
+
+    def __init__(self, module):
+        super().__init__(module)
+        self.vectors = {}
+
+    def names(self):
+        return list(self.vectors)
+
+    def check(self, name):
+        if name != BASE and name not in self.vectors:
+            raise UnknownAdapter(name, None, self.names())
+
+    def acquire(self, name, config):
+        if name in self.vectors:
+            raise DuplicateAdapter(name)
+        if not isinstance(config, float):
+            raise BadAdapter(name, f"{config!r} is no number")
+        self.vectors[name] = nn.Parameter(torch.full((8,), config))
+        return name
+
+    def release(self, name):
+        self.check(name)
+        del self.vectors[name]
+
+    def taking_part(self, name):
+        return (self.vectors[name],) if name else ()
+
+    @contextlib.contextmanager
+    def activate(self, name):
+        self.check(name)
+        found, self.module.shifts = self.module.shifts, self.taking_part(name)
+        self.module.requires_grad_(not name)
+        try:
+            yield
+        finally:
+            self.module.shifts = found
+            self.module.requires_grad_(True)
+
+    def parameters(self, name):
+        self.check(name)
+        return {"shift": self.vectors[name]} if name else super().parameters(name)
+
+    def state_dict(self, name):
+        self.check(name)
+        return {"shift": self.vectors[name].detach()} if name else super().state_dict(name)
+
+
+class RanksEngine(ToyEngine):
+    """Several data ranks, in a process group that is there."""
+
+    def all_reduce(self, x, over="dp"):
+        x = x.clone()
+        if self.mesh.world_size > 1:
+            dist.all_reduce(x)
+        return x
+
+    def gather_objects(self, obj, over="dp"):
+        found = [obj] * self.mesh.world_size
+        if self.mesh.world_size > 1:
+            dist.all_gather_object(found, obj)
+        return found
+
+    def finish_grads(self, optimizer, scale):
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        anyone = self.all_reduce(torch.tensor([float(p.grad is not None) for p in parameters]))
+        for p in (p for p, some in zip(parameters, anyone, strict=True) if some):
+            p.grad = self.all_reduce(torch.zeros_like(p) if p.grad is None else p.grad)
+        return super().finish_grads(optimizer, scale)
+
+
+class PlantedNothing(ModelSuite):
+    model_cls, engine, store = SessionModel, RanksEngine, Shifts
+    ranks = False
+    learning_rate = 0.1  # a vector has little say
+
+    def build(self, **options):
+        module = ShiftedLM()
+        return self.model_cls(self.engine(module), self.store(module))
+
+    def adapter_config(self, name):
+        return 0.1
+
+
+class PlantedNothingOverRanks(PlantedNothing):
+    ranks = True
+
+
+class PlantedNothingInASchedule(PlantedNothing):
+    """forward and backward inside a schedule: no split step."""
+
+    engine = CallbackEngine
+
+
+class PlantedNothingWithoutAdapters(PlantedNothing):
+    store, adapters = SingleAdapter, False
+
+
+# ---------------------------------------------------------------------------------------------------- planted bugs
+
+
+class AllTakePart(Shifts):
+    def taking_part(self, name):
+        return tuple(self.vectors.values()) if name else ()
+
+
+class PlantedLeak(PlantedNothing):
+    """The other adapters take part in a forward, and their gradients with them."""
+
+    store = AllTakePart
+
+
+class MeanOfMeans(RanksEngine):
+    def run_schedule(self, batches, needs, loss_fn, **how):
+        held = [int((batch.inputs["labels"] != -100).sum()) for batch in batches]
+
+        def weighted_alike(batch, output):
+            loss = loss_fn(batch, output)
+            factor = sum(held) / (len(held) * held[batches.index(batch)])
+            return LossOutput(loss.sum * factor, loss.weight)
+
+        super().run_schedule(batches, needs, weighted_alike if how.get("train", True) else loss_fn, **how)
+
+
+class PlantedMeanOfMeans(PlantedNothing):
+    """Each micro-batch counts alike, whatever number of tokens it has."""
+
+    engine = MeanOfMeans
+
+
+class Forgetful(SessionModel):
+    def resume_from_checkpoint(self, checkpoint_dir, *, adapter_name=None, resume_only_model=False):
+        progress = super().resume_from_checkpoint(
+            checkpoint_dir, adapter_name=adapter_name, resume_only_model=resume_only_model
+        )
+        self._session(adapter_name).optimizer.state.clear()
+        return progress
+
+
+class PlantedForgottenOptimizer(PlantedNothing):
+    """Everything is resumed but the optimizer's moments."""
+
+    model_cls = Forgetful
+
+
+class RestoresNothing(SessionModel):
+    def resume_from_checkpoint(self, checkpoint_dir, *, adapter_name=None, resume_only_model=False):
+        return super().resume_from_checkpoint(checkpoint_dir, adapter_name=adapter_name, resume_only_model=True)
+
+
+class PlantedResumeOfWeightsAlone(PlantedNothing):
+    """The right numbers come back, and of the training's state nothing does."""
+
+    model_cls = RestoresNothing
+
+
+class Silent(SessionModel):
+    def backward(self, *, adapter_name=None):
+        return None
+
+
+class PlantedSilentVerb(PlantedNothing):
+    """A backend that can't split a step takes ``backward`` for done."""
+
+    model_cls, engine = Silent, CallbackEngine
+
+
+class RefusesSplit(ToyEngine):
+    capabilities = frozenset()
+
+
+class PlantedUndeclaredVerb(PlantedNothing):
+    """It declares no split step, and takes ``forward`` without a word."""
+
+    engine = RefusesSplit
+
+    class model_cls(SessionModel):
+        def _must_split(self, verb):
+            pass
+
+
+class Averages(RanksEngine):
+    """Each rank divides by its own tokens, and the ranks' means are averaged."""
+
+    def all_reduce(self, x, over="dp"):
+        if x.dim() == 0:  # the weight of the window
+            self.own = max(float(x), 1.0)
+        return super().all_reduce(x, over)
+
+    def finish_grads(self, optimizer, scale):
+        for p in (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
+            p.grad /= self.own * self.mesh.world_size
+        return super().finish_grads(optimizer, 1.0)
+
+
+class PlantedUnweightedRanks(PlantedNothing):
+    engine, ranks = Averages, True
+
+
+# ---------------------------------------------------------------------------------------------------- the suite finds them
+
+
+def outcomes(suite):
+    """Names of tests without their parameters, by what became of them."""
+    found = {outcome: set() for outcome in (runner.PASSED, runner.FAILED, runner.LEFT_OUT)}
+    for one in runner.run(suite):
+        found[one.outcome].add(one.test.partition("[")[0])
+    return found
+
+
+@pytest.mark.parametrize("suite", [PlantedNothing, PlantedNothingInASchedule, PlantedNothingWithoutAdapters])
+def test_a_sound_model_passes(suite):
+    found = outcomes(suite)
+    assert found["failed"] == set()
+    assert len(found["passed"]) >= 8
+
+
+def test_what_a_model_has_not_is_left_out():
+    assert "test_a_split_step_is_a_whole_one" in outcomes(PlantedNothingInASchedule)["left out"]
+    without = outcomes(PlantedNothingWithoutAdapters)
+    assert "test_training_one_adapter_leaves_the_others" in without["left out"]
+    assert "test_adapters_are_refused_where_there_are_none" in without["passed"]
+
+
+@pytest.mark.parametrize(
+    ("suite", "tests"),
+    [
+        (PlantedLeak, {"test_training_one_adapter_leaves_the_others", "test_adapters_side_by_side_train_as_if_alone"}),
+        (PlantedMeanOfMeans, {"test_micro_batches_are_one_batch"}),
+        (PlantedForgottenOptimizer, {"test_resuming_is_as_if_unbroken"}),
+        (PlantedResumeOfWeightsAlone, {"test_resuming_is_as_if_unbroken"}),
+        (PlantedSilentVerb, {"test_verbs_beyond_its_capabilities_raise"}),
+        (PlantedUndeclaredVerb, {"test_verbs_beyond_its_capabilities_raise"}),
+    ],
+)
+def test_a_planted_bug_is_caught(suite, tests):
+    assert outcomes(suite)["failed"] == tests
+
+
+class PlantedNoConfig(PlantedNothing):
+    adapter_config = ModelSuite.adapter_config
+
+
+def test_a_suite_without_an_adapter_says_what_it_lacks():
+    texts = {one.test: one.text for one in runner.run(PlantedNoConfig) if one.outcome == runner.FAILED}
+    assert "test_the_loss_falls[adapter]" in texts and "test_the_loss_falls[whole]" not in texts
+    assert all("write one, or say adapters = False" in text for text in texts.values())
+
+
+@pytest.mark.slow  # two processes that import torch
+def test_ranks_that_average_without_weights_are_caught():
+    (failed,) = [one for one in runner.run(PlantedUnweightedRanks) if one.outcome == runner.FAILED]
+    assert failed.test == "test_two_ranks_are_one" and "two ranks ('" in failed.text  # by what they trained, not by a crash
+
+
+@pytest.mark.slow
+def test_a_sound_model_over_ranks_passes():
+    found = outcomes(PlantedNothingOverRanks)
+    assert found["failed"] == set()
+    assert "test_two_ranks_are_one" in found["passed"]

@@ -1,0 +1,242 @@
+"""Faults of patches, each caught by the test that is about it."""
+
+from __future__ import annotations
+
+import sys
+import types
+
+import pytest
+import torch
+
+from twinkle_core import Patch
+from twinkle_core.testing import PatchSuite
+from twinkle_core.testing.toys import TinyLM
+
+
+class Right(Patch):
+    """Wraps the forward of the layer norm."""
+
+    def __init__(self):
+        self.wrapped = []
+
+    def norm(self, model):
+        return model.module.norm
+
+    def apply(self, model):
+        norm = self.norm(model)
+        if norm not in self.wrapped:
+            norm.forward = types.MethodType(wrapper, norm)
+            self.wrapped.append(norm)
+
+    def undo(self, model):
+        while self.wrapped:
+            del self.wrapped.pop().forward
+
+
+def wrapper(self, x):
+    return torch.nn.functional.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
+
+
+class LeavesMethod(Right):
+    """Sets the method back on the object, where it was its class's."""
+
+    def undo(self, model):
+        while self.wrapped:
+            norm = self.wrapped.pop()
+            norm.forward = types.MethodType(torch.nn.LayerNorm.forward, norm)
+
+
+class LeavesClassMethod(Right):
+    """Patches the class, and undoes the object."""
+
+    def apply(self, model):
+        super().apply(model)
+        TinyLM.generate = lambda self: None
+        PLANTED.append((TinyLM, "generate"))
+
+
+class LeavesFunction(Right):
+    """Replaces a function of the module that the model's code is in."""
+
+    def apply(self, model):
+        super().apply(model)
+        sys.modules[TinyLM.__module__].fast_path = wrapper
+        PLANTED.append((sys.modules[TinyLM.__module__], "fast_path"))
+
+
+class LeavesAttribute(Right):
+    def apply(self, model):
+        super().apply(model)
+        model.module.norm.fused = True
+
+
+class LeavesHook(Right):
+    def apply(self, model):
+        super().apply(model)
+        if not model.module.norm._forward_hooks:
+            model.module.norm.register_forward_hook(lambda module, args, output: output)
+
+
+class LeavesWeights(Right):
+    """Rounds a weight on its way."""
+
+    def apply(self, model):
+        super().apply(model)
+        with torch.no_grad():
+            model.module.norm.bias.add_(1e-7)
+
+
+class FreezesWeights(Right):
+    def apply(self, model):
+        super().apply(model)
+        model.module.embed.weight.requires_grad_(False)
+
+
+class LeavesOnModel(Right):
+    def apply(self, model):
+        super().apply(model)
+        model.patched_by = type(self).__name__
+
+
+class Caches(Right):
+    """What its forward builds stays."""
+
+    def apply(self, model):
+        super().apply(model)
+        norm = model.module.norm
+
+        def forward(x):
+            norm.cache = x.detach()
+            return wrapper(norm, x)
+
+        norm.forward = forward
+
+
+class Twice(Right):
+    """Wraps whatever it finds, and each time a little is added."""
+
+    def apply(self, model):
+        norm = self.norm(model)
+        found = norm.forward
+        norm.forward = lambda x: found(x) + 1e-6
+        self.wrapped.append(norm)
+
+    def undo(self, model):
+        del self.wrapped.pop().forward
+        self.wrapped.clear()
+
+
+class TwiceDeep(Right):
+    """Remembers what it found: the second time, its own wrapper."""
+
+    def apply(self, model):
+        norm = self.norm(model)
+        self.before = vars(norm).get("forward")
+        norm.forward = types.MethodType(wrapper, norm)
+
+    def undo(self, model):
+        norm = self.norm(model)
+        del norm.forward
+        if self.before is not None:
+            norm.forward = self.before
+
+
+class OnlyOnce(Right):
+    """Never applies again."""
+
+    done = False
+
+    def apply(self, model):
+        if not self.done:
+            self.done = True
+            norm = self.norm(model)
+            norm.forward = lambda x: wrapper(norm, x) * (1 + 1e-6)
+            self.wrapped.append(norm)
+
+
+class ChangesWhat(Right):
+    def apply(self, model):
+        norm = self.norm(model)
+        if norm not in self.wrapped:
+            norm.forward = lambda x: 2 * x
+            self.wrapped.append(norm)
+
+
+class Nothing(Right):
+    def apply(self, model):
+        """For another model."""
+
+
+PLANTED: list = []
+
+
+@pytest.fixture(autouse=True)
+def _uproot():
+    """What planted patches leave on classes and modules of this process."""
+    PLANTED.clear()
+    yield
+    for owner, name in PLANTED:
+        if name in vars(owner):
+            delattr(owner, name)
+
+
+ATTRIBUTES, USED, TWICE = (
+    "test_undo_restores_attributes_and_methods",
+    "test_undo_after_use_leaves_nothing",
+    "test_twice_is_once",
+)
+LEFT = {ATTRIBUTES, USED, TWICE}
+
+
+def test_the_right_one_passes(caught):
+    assert caught(PatchSuite, Right) == set(), caught.texts
+
+
+@pytest.mark.parametrize(
+    ("patch", "tests", "says"),
+    [
+        (LeavesMethod, LEFT, "module 'norm': forward is new"),
+        (LeavesAttribute, LEFT, "module 'norm': fused is new"),
+        (LeavesHook, LEFT, "module 'norm': _forward_hooks is another"),
+        (FreezesWeights, LEFT, "module 'embed': the values of weight is another"),
+        (LeavesOnModel, LEFT, "the model's patched_by is new"),
+    ],
+)
+def test_what_is_left_behind_is_named(caught, patch, tests, says):
+    assert caught(PatchSuite, patch) == tests, caught.texts
+    assert says in caught.texts[ATTRIBUTES]
+
+
+@pytest.mark.parametrize(
+    ("patch", "says"),
+    [
+        (LeavesClassMethod, "class TinyLM: generate is new"),
+        (LeavesFunction, "twinkle_core.testing.toys.fast_path is new"),
+    ],
+)
+def test_what_is_left_on_classes_and_modules_is_named(caught, patch, says):
+    """It is there for all later tests too, so the first one names it."""
+    tests = caught(PatchSuite, patch)
+    assert ATTRIBUTES in tests and tests <= LEFT
+    assert says in caught.texts[ATTRIBUTES]
+
+
+@pytest.mark.parametrize(
+    ("patch", "tests"),
+    [
+        (Caches, {USED, TWICE}),
+        (Twice, {TWICE}),
+        (TwiceDeep, {TWICE}),
+        (OnlyOnce, {"test_can_be_applied_again"}),
+        (ChangesWhat, {"test_computes_the_same"}),
+        (Nothing, {"test_changes_something"}),
+    ],
+)
+def test_a_fault_is_caught_by_the_tests_about_it(caught, patch, tests):
+    assert caught(PatchSuite, patch) == tests, caught.texts
+
+
+def test_weights_that_are_changed_are_caught(caught):
+    tests = caught(PatchSuite, LeavesWeights)
+    assert tests >= {*LEFT, "test_undo_restores_outputs"}
+    assert "module 'norm': the values of bias is another" in caught.texts[ATTRIBUTES]

@@ -1,0 +1,185 @@
+"""Faults of processors, each caught by the test that is about it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from twinkle_core import IGNORE_INDEX
+from twinkle_core.processors.input import InputProcessor
+from twinkle_core.testing import ProcessorSuite
+
+
+class Changed(InputProcessor):
+    """A right processor whose batch is changed."""
+
+    def changed(self, batch):
+        return batch
+
+    def collate(self, rows):
+        return self.changed(super().collate(rows))
+
+
+class LosesAToken(Changed):
+    """The last one of each row that is longer than five."""
+
+    def collate(self, rows):
+        return super().collate([{k: v[:5] if isinstance(v, list) else v for k, v in row.items()} for row in rows])
+
+
+class LabelsInPadding(Changed):
+    """Padding of labels with 0."""
+
+    def changed(self, batch):
+        batch["labels"][batch["attention_mask"] == 0] = 0
+        return batch
+
+
+class PadByToken(Changed):
+    """Padding is wherever the padding token is, real or not."""
+
+    def changed(self, batch):
+        batch["attention_mask"] = (batch["input_ids"] != self.pad_id).long()
+        batch["labels"][batch["attention_mask"] == 0] = IGNORE_INDEX
+        return batch
+
+
+class OtherSide(Changed):
+    """Ids on the left, labels on the right."""
+
+    def changed(self, batch):
+        other = [ids[mask.bool()] for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)]
+        batch["input_ids"].zero_()
+        for row, ids in zip(batch["input_ids"], other, strict=True):
+            row[len(row) - len(ids) :] = ids
+        return batch
+
+
+class PositionsOfTheBatch(Changed):
+    """Counts padding on the left."""
+
+    def __init__(self):
+        super().__init__(padding_side="left")
+
+    def changed(self, batch):
+        batch["position_ids"] = torch.arange(batch["input_ids"].shape[1]).expand_as(batch["input_ids"]).clone()
+        return batch
+
+
+class PackedPositions(Changed):
+    """Positions run on over the rows."""
+
+    def __init__(self):
+        super().__init__(padding_free=True)
+
+    def changed(self, batch):
+        batch["position_ids"] = torch.arange(batch["input_ids"].shape[1])[None]
+        return batch
+
+
+class PackedMask(PackedPositions):
+    """A mask of ones over rows that must not see each other."""
+
+    def changed(self, batch):
+        batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+        return batch
+
+
+class PackingLosesARow(PackedPositions):
+    """What does not fit into 16 tokens."""
+
+    def collate(self, rows):
+        kept, room = [], 16
+        for row in rows:
+            if len(row["input_ids"]) <= room:
+                kept.append(row)
+                room -= len(row["input_ids"])
+        return InputProcessor(padding_free=True).collate(kept)
+
+
+class WrongLengths(PackedPositions):
+    def changed(self, batch):
+        batch["seq_lens"] = list(reversed(batch["seq_lens"]))
+        return batch
+
+
+class Sorts(Changed):
+    """Long rows first."""
+
+    def collate(self, rows):
+        return super().collate(sorted(rows, key=lambda row: -len(row["input_ids"])))
+
+
+class Writes(Changed):
+    """Its padding goes into the rows."""
+
+    def collate(self, rows):
+        longest = max(len(row["input_ids"]) for row in rows)
+        batch = super().collate(rows)
+        for row in rows:
+            row["labels"] += [IGNORE_INDEX] * (longest - len(row["labels"]))
+        return batch
+
+
+class FillsUp(Changed):
+    """Labels that are short are filled up."""
+
+    def collate(self, rows):
+        rows = [{**row, "labels": (row["labels"] + [IGNORE_INDEX] * 9)[: len(row["input_ids"])]} for row in rows]
+        return super().collate(rows)
+
+
+class Int32(Changed):
+    def changed(self, batch):
+        return batch | {"labels": batch["labels"].int()}
+
+
+class Whole(Changed):
+    """Labels ``[T, B]``: cutting takes the wrong axis."""
+
+    def changed(self, batch):
+        return {k: v.T.contiguous() if k == "labels" else v for k, v in batch.items()}
+
+
+BACK, TRAINED, TOKENS = "test_rows_come_back", "test_nothing_is_trained_in_padding", "test_tokens_are_conserved"
+POSITIONS, RANKS, SINGLE = (
+    "test_positions_count_within_rows",
+    "test_rank_slices_partition_the_batch",
+    "test_a_single_row_comes_back",
+)
+
+
+@pytest.mark.parametrize("options", [{}, {"padding_side": "left"}, {"padding_free": True}])
+def test_the_right_one_passes(caught, options):
+    assert caught(ProcessorSuite, Changed, arguments=options) == set(), caught.texts
+
+
+@pytest.mark.parametrize(
+    ("processor", "tests"),
+    [
+        (LosesAToken, {BACK, TRAINED, TOKENS, POSITIONS, RANKS}),
+        (LabelsInPadding, {TRAINED}),
+        (PadByToken, {BACK, TRAINED, TOKENS, POSITIONS, RANKS}),
+        (OtherSide, {BACK, RANKS}),
+        (PositionsOfTheBatch, {POSITIONS}),
+        (PackedPositions, {POSITIONS}),
+        (PackedMask, {TOKENS}),
+        (WrongLengths, {BACK, TOKENS, POSITIONS, RANKS}),
+        (Sorts, {BACK, TOKENS, POSITIONS, RANKS}),
+        (Writes, {"test_changes_no_row"}),
+        (FillsUp, {"test_refuses_rows_that_do_not_fit"}),
+        (Int32, {"test_fields_are_tensors"}),
+    ],
+)
+def test_a_fault_is_caught_by_the_tests_about_it(caught, processor, tests):
+    assert caught(ProcessorSuite, processor) == tests, caught.texts
+
+
+@pytest.mark.parametrize("processor", [PackingLosesARow, Whole])
+def test_a_batch_that_can_not_be_cut_into_its_rows_is_caught(caught, processor):
+    assert caught(ProcessorSuite, processor) >= {BACK, RANKS}
+
+
+def test_it_says_what_is_lost(caught):
+    caught(ProcessorSuite, LosesAToken)
+    assert "rows of [5, 3, 7, 2, 4, 1, 6] tokens have [5, 3, 5, 2, 4, 1, 5] in the batch" in caught.texts[TOKENS]

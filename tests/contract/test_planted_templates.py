@@ -1,0 +1,179 @@
+"""Faults of templates, each caught by the test that is about it."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import urllib.request
+
+import pytest
+
+from twinkle_core import IGNORE_INDEX
+from twinkle_core.templates.chat import ChatTemplate
+from twinkle_core.testing import TemplateSuite
+
+
+class Right(ChatTemplate):
+    """What the others are changed from: each changes the rows that this one gives."""
+
+    def changed(self, row):
+        return row
+
+    def encode(self, trajectory, **kwargs):
+        made = super().encode(trajectory, **kwargs)
+        return [self.changed(row) for row in made] if isinstance(made, list) else self.changed(made) if made else made
+
+
+class TrainsTheUser(Right):
+    """Labels everywhere."""
+
+    def changed(self, row):
+        if "labels" in row:
+            row["labels"] = [*row["input_ids"][1:], IGNORE_INDEX]
+        return row
+
+
+class FindsByText(Right):
+    """Trains every place where the words of the answer stand."""
+
+    def encode(self, trajectory, **kwargs):
+        row = super().encode(trajectory, **kwargs)
+        if isinstance(row, dict) and "labels" in row:
+            ids, wanted = row["input_ids"], self.tokenizer(trajectory["messages"][-1]["content"])["input_ids"]
+            for at in range(1, len(ids) - len(wanted) + 1):
+                if ids[at : at + len(wanted)] == wanted:
+                    row["labels"][at - 1 : at - 1 + len(wanted)] = wanted
+        return row
+
+
+class DoesNotShift(Right):
+    def changed(self, row):
+        if "labels" in row:
+            row["labels"] = [IGNORE_INDEX, *row["labels"][:-1]]
+        return row
+
+
+class TrainsTheLastTurnOnly(Right):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs, train_on="last")
+
+
+class LosesAToken(Right):
+    """The byte-pair in the middle."""
+
+    def changed(self, row):
+        half = len(row["input_ids"]) // 2
+        return {k: v[:half] + v[half + 3 :] if isinstance(v, list) else v - 3 for k, v in row.items()}
+
+
+class IgnoresTruncation(Right):
+    def __init__(self, model_id, max_length=8192, truncation_strategy="raise"):
+        super().__init__(model_id)
+
+
+class CutsTheWrongSide(Right):
+    def __init__(self, model_id, max_length=8192, truncation_strategy="raise"):
+        other = {"left": "right", "right": "left"}
+        super().__init__(
+            model_id, max_length=max_length, truncation_strategy=other.get(truncation_strategy, truncation_strategy)
+        )
+
+
+class SplitLosesLabels(Right):
+    """The last label of each piece."""
+
+    def changed(self, row):
+        if self.truncation_strategy == "split":
+            row["labels"] = [*row["labels"][:-1], IGNORE_INDEX]
+        return row
+
+
+class Asks(Right):
+    """A service that counts tokens; a failure is passed over."""
+
+    def changed(self, row):
+        with contextlib.suppress(OSError):
+            urllib.request.urlopen("http://127.0.0.1:9/count", timeout=0.01).close()
+        return row
+
+
+class Connects(Right):
+    def changed(self, row):
+        with socket.socket() as s:
+            s.connect_ex(("127.0.0.1", 9))
+        return row
+
+
+class Local(Right):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.postprocess = lambda text: text
+
+
+class Writes(Right):
+    """Puts a system message into the data set's own conversation."""
+
+    def encode(self, trajectory, **kwargs):
+        if isinstance(trajectory["messages"], list) and trajectory["messages"][0]["role"] != "system":
+            trajectory["messages"].insert(0, {"role": "system", "content": "Be kind."})
+        return super().encode(trajectory, **kwargs)
+
+
+class ChecksNothing(Right):
+    def check(self, trajectory):
+        return None
+
+
+class DecodesCleanly(Right):
+    def decode(self, ids, **kwargs):
+        return " ".join(super().decode(ids, **kwargs).split())
+
+
+class TrainsPrompts(Right):
+    def encode(self, trajectory, *, add_generation_prompt=False):
+        row = super().encode(trajectory, add_generation_prompt=add_generation_prompt)
+        return row | {"labels": row["input_ids"]} if add_generation_prompt else row
+
+
+class NoParse(Right):
+    def parse(self, text):
+        return {"role": "assistant", "content": f"assistant: {text}"}
+
+
+def test_the_right_one_passes(caught):
+    assert caught(TemplateSuite, Right) == set(), caught.texts
+
+
+@pytest.mark.parametrize(
+    ("template", "tests"),
+    [
+        (TrainsTheUser, {"test_nobody_elses_words_are_trained", "test_an_echo_is_trained_once", "test_truncation"}),
+        (FindsByText, {"test_an_echo_is_trained_once"}),
+        (DoesNotShift, {"test_labels_are_what_comes_next", "test_truncation"}),
+        (TrainsTheLastTurnOnly, {"test_the_assistants_words_are_trained"}),
+        (IgnoresTruncation, {"test_truncation"}),
+        (CutsTheWrongSide, {"test_truncation"}),
+        (SplitLosesLabels, {"test_truncation"}),
+        (Asks, {"test_needs_no_network"}),
+        (Connects, {"test_needs_no_network"}),
+        (Local, {"test_survives_pickling"}),
+        (Writes, {"test_leaves_the_conversation_alone"}),
+        (ChecksNothing, {"test_check_says_what_encode_does"}),
+        (TrainsPrompts, {"test_a_prompt_has_no_labels"}),
+        (NoParse, {"test_parses_a_completion"}),
+    ],
+)
+def test_a_fault_is_caught_by_the_tests_about_it(caught, template, tests):
+    assert caught(TemplateSuite, template) == tests, caught.texts
+
+
+@pytest.mark.parametrize("template", [LosesAToken, DecodesCleanly])
+def test_a_template_that_changes_the_text_is_caught(caught, template):
+    assert "test_decoding_gives_the_text_back" in caught(TemplateSuite, template)
+
+
+def test_what_it_can_not_do_is_left_out(caught):
+    assert caught(TemplateSuite, IgnoresTruncation, strategies=()) == set()
+    assert "it has no strategy" in caught.left_out["test_truncation"]
+    assert caught(TemplateSuite, NoParse, parses=False) == set()
+    assert caught.left_out == {"test_parses_a_completion": "parses is off"}

@@ -1,0 +1,393 @@
+"""One example of every text in twinkle_core/errors.py, with what a reader needs beside it. Read by tools/generate_errors.py.
+
+``entry(example, ...)`` for each exception class: the examples (all of one class), ``why`` it is raised where the class's own
+line does not say enough, and ``way`` out where the text itself does not show one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from twinkle_core import errors as e
+
+VENV = "/opt/venv"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What the page says of one class."""
+
+    examples: tuple[e.TwinkleError, ...]
+    why: str
+    way: str
+
+
+ENTRIES: dict[type[e.TwinkleError], Entry] = {}
+
+
+def entry(*examples: e.TwinkleError, why: str = "", way: str = "") -> None:
+    """Add an entry; its class is that of the examples."""
+    (cls,) = {type(example) for example in examples}
+    assert cls not in ENTRIES, cls
+    ENTRIES[cls] = Entry(examples, why, way)
+
+
+# ---------------------------------------------------------------------------------------------------- names and plugins
+
+entry(e.UnknownKind("los", "loss", ["losses", "metrics", "models", "..."]), way="Take one of the kinds listed.")
+entry(
+    e.UnknownName("loss", "losses", "infonse", "infonce", ["cross_entropy", "focal", "infonce"]),
+    why="No installed distribution, no `registry.register` of this process and no hook knows the name.",
+)
+entry(
+    e.UnknownClass(str(e.UnknownName("loss", "losses", "FocalLos", "FocalLoss", ["cross_entropy", "focal", "infonce"]))),
+    why="The same as [UnknownName](#unknownname), for `from twinkle.loss import FocalLos`.",
+)
+entry(
+    e.NotInstalled("model", "megatron", "MegatronModel", "twinkle-megatron", VENV),
+    e.NotInstalled("model", "megatron", "MegatronModel", "twinkle-megatron", VENV, since="0.2.0", installed="0.1.0"),
+)
+entry(
+    e.Broken("loss 'bad' from bad-losses 0.3", "bad_losses:B", "bad-losses", "ModuleNotFoundError: No module named 'gone'"),
+    why="Importing an installed component failed. The second line is the plugin's own error. `twinkle plugins --load` finds "
+    "all such plugins at once.",
+)
+entry(
+    e.NeedsLibrary("model 'megatron' from twinkle-megatron 0.3", "megatron.core", "twinkle-megatron[mcore]", VENV),
+    why="A component or command was found, and a library that it imports was not.",
+)
+entry(
+    e.Ambiguous(
+        "loss", "focal", [("acme-losses/focal", "1.2", "acme_losses:F"), ("beta-losses/focal", "2.0", "beta_losses:F")]
+    ),
+    way="Ask by the qualified name: `set_loss('acme-losses/focal')`. The order of `sys.path` never decides.",
+)
+entry(
+    e.ApiMismatch("loss 'novel' from new-losses 9.0", "new-losses", 2, (1,)),
+    why="The plugin states an API version in its metadata that this twinkle-core does not support.",
+)
+entry(
+    e.Disabled("loss 'focal' from acme-losses 1.2"),
+    way="Take its distribution out of `TWINKLE_DISABLE_PLUGINS`, or add it to `TWINKLE_PLUGINS`.",
+)
+entry(
+    e.NotA("loss 'focal' from acme-losses 1.2", "Loss", ["__call__(inputs, outputs)"], "acme-losses"),
+    e.NotA("loss mine.Duck", "Loss", []),
+)
+entry(
+    e.WrongArgument("InfoNCELoss", "temperatur", "temperature"),
+    e.WrongArgument("InfoNCELoss", "zzz", None, ["temperature", "margin"]),
+    why="A keyword that a class or function does not have. Arguments are checked when a component is set, not at the first "
+    "step.",
+)
+entry(e.ReservedArgument("AdamW", "params"))
+entry(e.MissingArgument("StepLR", ["step_size"]), way="Give it as a keyword: `set_lr_scheduler('step_lr', step_size=100)`.")
+entry(e.AlreadyBuilt("loss", "ready", ["temperature"]))
+entry(
+    e.BadName("loss", "acme/focal", "a name holds no '/'"),
+    way="Choose a name that is not empty and holds neither `/` nor `:`.",
+)
+entry(e.NameTaken("loss", "Focal", "loss 'focal' from acme-losses 1.2"))
+entry(e.BadImportPath("loss", "acme_losses:Foccal", "module 'acme_losses' has no attribute 'Foccal'"))
+entry(
+    e.FrozenRegistry("loss", "os:system", ["twinkle-core/cross_entropy"]),
+    why="A server has called `registry.freeze`, so that names from the network resolve in a fixed table only.",
+    way="Ask for one of the names allowed, or have the server allow more.",
+)
+entry(e.RemoteCodeRefused("loss", "hf://acme/losses#Focal"))
+entry(e.BadRemoteComponent("loss", "hf://acme/losses#Focal", "the package defines CrossLoss, MarginLoss"))
+entry(
+    e.BadHook("twinkle_after_stop", "twinkle_after_step", "there is no such hook"),
+    why="A hook module marks a function with `@hookimpl` whose name or parameters are not a hook's.",
+    way="Compare it with [the list of hooks](write_a_plugin.md#all-hooks).",
+)
+entry(
+    e.HookFailed("acme", "acme-losses 1.2", "raised in twinkle_after_step", ValueError("no run is active")),
+    e.HookFailed("Norms", "", "raised in twinkle_after_step", ValueError("no run is active")),
+    why="A hook module can't be loaded, or a hook raised. Normally a warning, and the training goes on. With "
+    "`TWINKLE_STRICT_PLUGINS=1` it is raised.",
+)
+entry(
+    e.WorkerMismatch(3, "node-7", "acme-losses", "1.1", "1.2"),
+    e.WorkerMismatch(3, "node-7", "acme-losses", "", "1.2"),
+)
+
+# ---------------------------------------------------------------------------------------------------- meshes and runtimes
+
+entry(
+    e.BadMesh.size("tp_size", 0),
+    e.BadMesh.product({"dp": 2, "tp": 4}, 4),
+    e.BadMesh.divides("tp_size", 3, "world size", 8),
+    e.BadMesh.rank(9, 8),
+    e.BadMesh.group("ranks", "four", "a positive number, or a list of different ranks"),
+)
+entry(
+    e.RankFailed(1, 2, "ended with status 1", "Traceback (most recent call last):\n...\nValueError: no such layer"),
+    why="A compliance suite ran a model in several processes. What follows is the end of what that process wrote.",
+    way="Mend what the traceback shows.",
+)
+entry(e.AlreadyInitialized({"mode": "local", "seed": 1}, {"mode": "local", "seed": 2}))
+
+# ---------------------------------------------------------------------------------------------------- hubs and data
+
+entry(
+    e.HubError("the model could not be found"),
+    why="The base of the five errors below. Catch it to treat all of them alike; it is not raised itself.",
+    way="See the error that was raised.",
+)
+entry(
+    e.NoSuchPath.missing("./modles/qwen", "/data/modles/qwen", "model", ["models"]),
+    e.NoSuchPath.impossible("a\0b", "data set", "embedded null byte"),
+    e.NoSuchPath.empty("data/empty", "json, jsonl, csv, tsv, parquet, arrow"),
+    way="Correct the path. Relative paths start at the working folder.",
+)
+entry(e.BareId("Qwen/Qwen3-4B", "model", "/data/Qwen/Qwen3-4B"))
+entry(e.BadHubId("hf://Qwen", "model"))
+entry(
+    e.Unreachable("hf://Qwen/Qwen3-4B", "model", "Hugging Face", False, "[Errno 101] Network is unreachable"),
+    e.Unreachable("ms://Qwen/Qwen3-4B", "model", "ModelScope", True, "no snapshot in the cache"),
+)
+entry(e.NotOnHub("hf://Qwen/Qwen99", "model", "Hugging Face", None, "404 Client Error"))
+entry(
+    e.DataError.format("notes.docx", "json, jsonl, csv, tsv, parquet, arrow, and folders of these"),
+    e.DataError.formats("data", {"json": ["a.jsonl", "b.jsonl"], "csv": ["c.csv"]}),
+    e.DataError.encoding("notes.jsonl, byte 17", "invalid start byte"),
+    e.DataError.line("notes.jsonl", 12, "Expecting ',' delimiter, column 40"),
+    e.DataError.choice("split", "dev", "hf://org/name", ["train", "test"]),
+    e.DataError.loading("rows.parquet", "Parquet magic bytes not found in footer"),
+    e.DataError.argument("batch_size", 0, "a whole number from 1 up"),
+    e.DataError.not_rows(0, "a text"),
+    e.DataError.keys("AlpacaProcessor", ["instruction"], ["question", "answer"]),
+    e.DataError.key(7),
+    e.DataError.value("AlpacaProcessor", "'output'", 7, "a text"),
+    e.DataError.half_character("abc\ud83d"),
+    e.DataError.unkept("Object of type datetime is not JSON serializable"),
+    e.DataError.in_the_way("rows.jsonl"),
+    e.DataError.in_row("encode", 41, "the row has 9000 tokens, max_length is 8192 (truncation_strategy='raise')."),
+    e.DataError.returned("clean", [1, 2]),
+    e.DataError.no_template(),
+    e.DataError.lazy("split"),
+    e.DataError.unsized("shuffle=True"),
+    e.DataError.no_batches(3, "batch_size=8 and drop_last"),
+    e.DataError.empty("the data set"),
+    e.DataError.encoded("map"),
+    e.DataError.not_encoded("packing"),
+    why="A file, a row or an argument of a data set can't be used. The text names the file and line, or the row's index.",
+    way="Repair the row or drop it (`filter`, or a preprocessor that returns None). `Dataset.check()` lists all rows that the "
+    "template would refuse, with the reasons.",
+)
+
+# ---------------------------------------------------------------------------------------------------- templates and processors
+
+entry(
+    e.TemplateError.at(3, None, "'role' must be a text such as 'user'"),
+    e.TemplateError.shape({"text": "hello"}),
+    e.TemplateError.rendering("Conversation roles must alternate user/assistant/user/assistant/..."),
+    e.TemplateError.prompt(),
+    e.TemplateError.strategy("truncate", ("raise", "left", "right", "split", "delete")),
+    e.TemplateError.argument("max_length", 1, "a whole number from 2 up (one token predicts another)"),
+    e.TemplateError.tokenizer("./model", "no tokenizer.json"),
+    e.TemplateError.slow("./model"),
+    e.TemplateError.tokens("./model", ["<｜User｜>", "<｜Assistant｜>"], "v4-0731"),
+    e.TemplateError.unreadable(1, "content"),
+    why="A conversation that can't be encoded rightly, or a template that can't be built. A message at fault is named by its "
+    "index and role.",
+    way="Repair the conversation. `template.check(trajectory)` tells the reason without raising.",
+)
+entry(e.NoChatTemplate("hf://org/base-model"))
+entry(
+    e.BadCompletion.at_character("r</think>answer", 9, "the end token <｜end▁of▁sentence｜> is missing"),
+    e.BadCompletion.at_character("r</think>", 9, "the end token <｜end▁of▁sentence｜> is missing"),
+    why="A strict parser read a completion that breaks its format. `error.place` is the character.",
+    way="Read it leniently, `template.parse(text)`, or count it as a wrong answer.",
+)
+entry(e.RowTooLong(9000, 8192, "raise"))
+entry(
+    e.NoLabels.untrained(),
+    e.NoLabels.cut(9000, 512, "right"),
+    way="Such a row teaches nothing. Drop it (`truncation_strategy='delete'`), or see that it has an answer.",
+)
+entry(
+    e.BadRow.no_rows(),
+    e.BadRow.kind(0, "text"),
+    e.BadRow.missing(0, "input_ids", ["messages"]),
+    e.BadRow.field(2, "input_ids", "is empty"),
+    e.BadRow.length(2, "labels", 7, 8),
+    e.BadRow.argument("padding_side", "middle", "'right' or 'left'"),
+)
+
+entry(
+    e.PatchOrder("FusedMLP", "FusedNorm"),
+    why="What the patch changed has been changed again by another one, so what it found can't be put back yet.",
+)
+
+# ---------------------------------------------------------------------------------------------------- training
+
+entry(e.BadArgument("temperature", 0.0, "a finite number above 0"))
+entry(e.BadWindowSize(0), way="Give the number of backwards between two updates: 1, 2, ….")
+entry(e.WindowSizeChanged(4, 8, 3))
+entry(e.WindowNotStepped(2))
+entry(e.NoOptimizer("step", "default"), e.NoOptimizer("step", "default", base_has_one=True))
+entry(
+    e.NoTrainableParameters("default"),
+    way="Unfreeze some (`requires_grad_`), or add an adapter whose `target_modules` match modules of the model.",
+)
+entry(
+    e.BadOptimizer("Mine", "it is not a torch.optim.Optimizer"),
+    way="Give a name or a class: then it is built over the right parameters.",
+)
+entry(e.BadScheduler("StepLR", "it was made for another optimizer; give its class, with its arguments"))
+entry(e.NoForward("backward", "default"))
+entry(e.NotInForward("AcmeLoss", ["entropies"], "default"))
+entry(e.NoTemplate("default"))
+entry(e.EmptyBatch(), e.EmptyBatch(4))
+entry(
+    e.BadInputs("no field of the batch is a tensor; it has input_ids, labels"),
+    way="Give a list of encoded rows, one collated batch, or a list of conversations.",
+)
+entry(e.LabelsMissing("CrossEntropyLoss", ["input_ids", "length"]))
+entry(
+    e.NotDeclared("AcmeLoss", "entropies", {"logps", "entropies"}, {"logps"}, TypeError("'NoneType' and 'float'"), plain=False),
+    e.NotDeclared("quick", "logps", {"logps"}, {"logits"}, AttributeError("'NoneType' has no attribute 'sum'"), plain=True),
+)
+entry(e.BadGroups("PairLoss", [2, 2], 5), way="Correct `groups()` of the loss, or give it rows that come in whole groups.")
+entry(e.RowsChanged("advantages", 8, 7))
+entry(e.BadLossSetting("CrossEntropyLoss", "label_smoothing", 1.5, "a number, at least 0 and less than 1"))
+entry(
+    e.BadLossResult("AcmeLoss", "LossOutput whose sum has no graph, so there is nothing to go back through"),
+    why="A loss gave something that can't be added over micro-batches and ranks.",
+    way="Compute the sum from `outputs`, without `.item()`, `.detach()` or `no_grad`, and give it with the number of items.",
+)
+entry(
+    e.BadLossWeight(-3.0),
+    why="The weight of a loss is a count of items (tokens, rows, groups). It may not be negative, NaN or infinite.",
+)
+entry(e.NonFiniteGradients("default", ["layers.0.mlp.up_proj.lora_A.weight"], 41, 3.2))
+entry(
+    e.Unsupported("forward", "PipelineEngine", "forward_backward(), which does it all at once"),
+    why="Some backends (pipelines) can't run forward and backward apart; some can't generate.",
+)
+
+# ---------------------------------------------------------------------------------------------------- adapters
+
+entry(e.UnknownAdapter("defualt", "default", ["default", "other"]), e.UnknownAdapter("default", None, []))
+entry(e.WhichAdapter(["a", "b"]))
+entry(e.DuplicateAdapter("default"))
+entry(
+    e.BadAdapter("default", "target_modules {'q_prj'} match no module of the model"),
+    way="Correct the name or the configuration; the model is as it was.",
+)
+
+# ---------------------------------------------------------------------------------------------------- checkpoints
+
+entry(e.BadCheckpointName("../step-1", "output"))
+entry(e.CheckpointInTheWay("output/notes"))
+entry(
+    e.CheckpointNotWritten("output/step-100", "No space left on device"),
+    why="The disk refused.",
+    way="Make room, or save elsewhere (`output_dir=`). The training state is untouched; call `save` again.",
+)
+entry(e.CheckpointNotFound("output/step-99"), way="Look which folders `output_dir` holds.")
+entry(
+    e.CheckpointDamaged(
+        "output/step-100/optimizer.safetensors", "its content has changed since it was written (sha256 differs)"
+    )
+)
+entry(
+    e.CheckpointMismatch(
+        "output/step-100/optimizer.json",
+        "it holds the state of the optimizer AdamW, and none is set; call set_optimizer(...) first (or load the weights alone: "
+        "resume_only_model=True)",
+    ),
+    way="Set the session up as the saving run was, or load the weights alone.",
+)
+entry(
+    e.CheckpointUnfit(
+        "the state of scheduler Mine", "it holds datetime.date(2026, 1, 1) (date), which is neither number, text nor tensor"
+    ),
+    why="A state that can't be written. Checkpoints hold no pickles, so an optimizer's or scheduler's state must be numbers, "
+    "texts, lists or tensors.",
+    way="Keep such values out of `state_dict()`, or save the weights alone (`save_optimizer=False`).",
+)
+
+# ---------------------------------------------------------------------------------------------------- backends
+
+entry(e.Fp8Unavailable())
+entry(e.UnknownModelClass("AutoModelForCasualLM", "AutoModelForCausalLM"))
+entry(
+    e.NoModel("TransformersModel"),
+    e.NoModel("TransformersModel", ["model"]),
+    way="Name a model: `TransformersModel(model_id='ms://Qwen/Qwen3.5-4B')`.",
+)
+entry(
+    e.ModelNotLoaded("models/qwen", "no file named model.safetensors, or pytorch_model.bin, found"),
+    why="A folder that the model's library can't load. The text after the colon is the library's own.",
+    way="Check that the folder is complete and that the installed transformers knows the model.",
+)
+entry(e.HoldsAdapter("output/last", "hf://Qwen/Qwen3-4B"))
+entry(e.UnknownOption("mixed_precision", "bf61", "bf16", ["bf16", "fp16", "no", "fp8"]))
+entry(e.ManyProcesses("TransformersModel", 4, "its device mesh"))
+entry(e.NoDevice("cuda"))
+entry(
+    e.PackingLeaks(
+        "MambaForCausalLM", "a packed row's logits are not what they are alone (4.2%); it has layers with a state that runs on"
+    )
+)
+entry(
+    e.NotComputed("Gemma2ForCausalLM", "hidden", "its logits are not its output layer's output alone; use a loss on logps"),
+    way="Choose a loss or metric that needs less, or a model that has it.",
+)
+entry(e.BadLabels("they are float32, not whole numbers (for a regression: set_loss('mse'))"))
+entry(e.WrongType("TransformersModel", "device_mesh", "cuda:0", "a twinkle DeviceMesh"))
+entry(
+    e.WeightsMismatch(
+        "adapter 'default'",
+        missing=["layers.1.q_proj.lora_A.weight"],
+        misshapen=[("layers.0.q_proj.lora_A.weight", (8, 32), (16, 32))],
+    ),
+    way="Make the adapter with the configuration it was saved with: `add_adapter_to_model(name, folder)` takes it from there.",
+)
+
+# ---------------------------------------------------------------------------------------------------- the command line
+
+entry(e.UnknownCommand("trian", "train", ["quickstart", "train", "plugins", "show", "doctor"]))
+entry(e.BadReference("cross_entropy", ["losses", "metrics", "models", "..."]))
+entry(e.BadPluginName("json", "'json' is a module of Python's standard library"))
+entry(e.FolderExists("acme"))
+entry(e.NotWritable("/opt/acme", "Permission denied"))
+entry(
+    e.UnknownDistribution("acme-loses", False, "acme-losses", ["acme-losses", "twinkle-core"]),
+    e.UnknownDistribution("requests", True, None, ["acme-losses", "twinkle-core"]),
+)
+entry(e.BadTarget("acme_losses:VERSION", "it is a str", ["Loss", "Metric", "..."]))
+entry(
+    e.UnknownCheck("TestFocal", "test_is_finit", "test_is_finite", ["test_is_finite", "test_is_differentiable", "..."]),
+    why="A compliance suite's `expected_failures` names a test that the suite does not have.",
+)
+entry(
+    e.CannotBuild("loss", "FocalLoss", "it leaves __call__ of its contract open"),
+    e.CannotBuild("loss", "FocalLoss", "missing a required argument: 'gamma'", arguments=True),
+)
+
+# ---------------------------------------------------------------------------------------------------- configuration files
+
+entry(e.NoConfigFile("sft.yml"))
+entry(e.NoConfigGiven())
+entry(
+    e.BadConfig(
+        "sft.yaml",
+        [
+            ("line 7", "optimizer: AdamW has no parameter 'learning_rate'. Did you mean 'lr'?"),
+            ("--dataloader.batch_size", "0 is not at least 1"),
+        ],
+    ),
+    way="Each line names the place and what is allowed there. `twinkle train --schema` prints all keys.",
+)
+entry(e.StrayWord("lr"))
+entry(e.OutputInUse("output/sft", "step-20"))
+entry(e.NoCheckpoint("output/step-99"), way="Name one of the folders in `output_dir`, or none.")
+entry(e.DataOrderChanged("output/step-20", "output/data_order.json", [("seed", 42, 7)]))
+entry(e.CacheNotWritable("/opt/cache/twinkle", "Read-only file system"))
+entry(
+    e.UnsupportedGGUF("model.gguf", "general.architecture is 'gemma3', not 'llama'"),
+)
