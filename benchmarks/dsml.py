@@ -1,8 +1,8 @@
 """What it costs to render and mask a conversation for DeepSeek V4, against tokenising its text and nothing else.
 
 1,000 generated conversations of about 2,000 tokens, with thoughts and tool calls, and V4's own tokenizer. For each the two
-take turns: the tokenizer on the finished text, and the template from messages to a row with labels (which tokenises too). Each time of
-the template is divided by the tokenizer's beside it; the median of these ratios is the result.
+take turns: the tokenizer on the finished text, and the template from messages to a row with labels (which tokenises too).
+Each time of the template is divided by the tokenizer's beside it; the median of these ratios is the result.
 
     python benchmarks/dsml.py            # 1,000 conversations, half a minute
     python benchmarks/dsml.py --quick    # 100
