@@ -165,7 +165,7 @@ def test_parse(small):
         ({"role": "assistant", "tool_calls": [{"function": {}}]}, "a tool call needs"),
         ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": [1]}}]}, "are no mapping"),
         ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"x": object()}}}]}, "is not JSON"),
-        ({"role": "system", "content": "x", "tools": "f"}, "'tools' is a str"),
+        ({"role": "system", "content": "x", "tools": "f"}, "tools='f': not JSON"),
         ({"role": "system", "content": "x", "tools": ["f"]}, "a tool is a mapping"),
         ({"role": "developer", "content": ""}, "'content' is empty"),
     ],
@@ -211,6 +211,7 @@ def test_parts_of_a_content():
 def test_tools_beside_the_messages_go_to_the_first_system_message():
     system = {"role": "system", "content": "S"}
     inside = chat([{**system, "tools": [TOOL]}, user("q")])
+    assert chat([{**system, "tools": json.dumps([TOOL])}, user("q")]) == inside
     assert chat([system, user("q")], tools=[TOOL]) == inside
     assert chat([{**system, "tools": [TOOL]}, user("q")], tools=[TOOL]) == inside
     assert chat([user("q")], tools=[TOOL]) == inside.replace(f"{BOS}S", BOS)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from twinkle_core.errors import TemplateError
+from twinkle_core.templates.messages import tools_of
 from twinkle_dsml.tokens import TASKS
 
 #: role -> keys of which a message must have one: a misspelt 'content' would otherwise be an empty message
@@ -84,7 +85,7 @@ def _turn(index: int, message: Any, roles: frozenset[str], emitted: bool) -> Tur
     else:
         turn.text = _joined(index, role, content)
     if role in ("system", "developer"):
-        turn.tools = _list(index, role, message, "tools")
+        turn.tools = _tools(index, role, message)
         turn.response_format = message.get("response_format")
     if role == "developer" and not turn.text:
         raise TemplateError.at(index, role, "its 'content' is empty")
@@ -113,6 +114,13 @@ def _list(index: int, role: str, message: Mapping[str, Any], key: str) -> list[A
     if not isinstance(value, Sequence) or isinstance(value, str):
         raise TemplateError.at(index, role, f"'{key}' is a {type(value).__name__}, not a list")
     return list(value)
+
+
+def _tools(index: int, role: str, message: Mapping[str, Any]) -> list[Any]:
+    try:
+        return tools_of(message) or []
+    except TemplateError as cause:
+        raise TemplateError.at(index, role, str(cause)) from cause
 
 
 def _joined(index: int, role: str, content: Any) -> str:

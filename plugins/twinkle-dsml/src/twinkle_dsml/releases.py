@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from twinkle_core.errors import TemplateError
-from twinkle_dsml.tokens import DSML, SYSTEM, THINK, THINK_END
+from twinkle_dsml.tokens import ASSISTANT, BOS, DSML, EOS, SYSTEM, THINK, THINK_END, USER
 
 _ABSOLUTE_MAXIMUM = (
     "Reasoning Effort: Absolute maximum with no shortcuts permitted.\n"
@@ -117,6 +117,9 @@ def _v32_tools(tags: Tags) -> tuple[str, str]:
     return "\n".join(lines), "\n</functions>\n"
 
 
+_SINGLE = (BOS, EOS, USER, ASSISTANT, THINK, THINK_END)
+
+
 @dataclass(frozen=True)
 class Release:
     """One release's format.
@@ -125,6 +128,7 @@ class Release:
     * ``tools``: what stands before and after the schemas.
     * ``efforts``: value of ``reasoning_effort`` -> text; ``effort_number``: the text for a number from 1 to 100;
       ``default_effort``: what no value means.
+    * ``single``: what must be one token each.
     * ``system_mark``: written before a system message.
     * ``answered``: roles after which the assistant's header is written, and ``answers``: roles before which it is.
     """
@@ -136,6 +140,7 @@ class Release:
     efforts: Mapping[str, str] = field(default_factory=dict)
     effort_number: str | None = None
     default_effort: str | None = None
+    single: tuple[str, ...] = (*_SINGLE, DSML)
     system_mark: str = ""
     roles: frozenset[str] = frozenset({"system", "user", "assistant", "tool", "developer", "latest_reminder"})
     answered: frozenset[str] = frozenset({"user", "developer"})
@@ -179,12 +184,18 @@ RELEASES: Mapping[str, Release] = {
             efforts={name: _NUMBER.format(n) for name, n in {"low": 50, "high": 75, "xhigh": 75, "max": 100}.items()},
             effort_number=_NUMBER,
             default_effort="high",
+            single=(*_SINGLE, DSML, SYSTEM),
             system_mark=SYSTEM,
             answered=frozenset({"user", "developer", "latest_reminder"}),
             answers=frozenset({"assistant"}),
         ),
         Release(
-            "v3.2", _V32, _v32_tools(_V32), layout="v3.2", roles=frozenset({"system", "user", "assistant", "tool", "developer"})
+            "v3.2",
+            _V32,
+            _v32_tools(_V32),
+            layout="v3.2",
+            single=_SINGLE,
+            roles=frozenset({"system", "user", "assistant", "tool", "developer"}),
         ),
     )
 }

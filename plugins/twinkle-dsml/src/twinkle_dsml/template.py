@@ -15,7 +15,6 @@ from twinkle_dsml.readback import assert_readable
 from twinkle_dsml.render import Rendering, render
 from twinkle_dsml.stream import StreamParser
 from twinkle_dsml.strict import parse_strict
-from twinkle_dsml.tokens import ASSISTANT, BOS, DSML, EOS, THINK, THINK_END, USER
 
 
 class DSMLTemplate(TextTemplate):
@@ -65,8 +64,8 @@ class DSMLTemplate(TextTemplate):
         if enable_thinking:
             self.release.effort(reasoning_effort)
         super().__init__(model_id, max_length, truncation_strategy, train_on)
-        needed = [BOS, EOS, USER, ASSISTANT, THINK, THINK_END, DSML, *filter(None, [self.release.system_mark])]
-        missing = [token for token in needed if len(self.tokenizer.encode(token, add_special_tokens=False)) != 1]
+        ids = {token: self.tokenizer.encode(token, add_special_tokens=False) for token in self.release.single}
+        missing = [token for token, parts in ids.items() if len(parts) != 1]
         if missing:
             raise TemplateError.tokens(self.name, missing, self.release.name)
         self.default_system = default_system
