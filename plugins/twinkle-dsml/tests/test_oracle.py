@@ -7,6 +7,7 @@ arguments in V4; shows thoughts of the history in V4's chat mode; and its parser
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 
@@ -65,6 +66,29 @@ def test_rendering(release, thinking, effort):
             reasoning_effort=effort,
         )
         assert mine.text == ENCODINGS[release]().render_conversation(asked).prompt
+
+
+SEQUENCES = [
+    roles
+    for size in range(1, 5)
+    for roles in itertools.product(["system", "user", "assistant", "latest_reminder"], repeat=size)
+    if roles[-1] == "user" and ("latest_reminder", "latest_reminder") not in itertools.pairwise(roles)
+]
+
+
+@pytest.mark.parametrize("thinking", [True, False])
+def test_any_order_of_roles_in_v41(thinking):
+    """System messages in the middle, reminders, answers without a question: there every answer has its header."""
+    makers = {"system": recipe.SystemMessage, "user": recipe.UserMessage, "latest_reminder": recipe.LatestReminderMessage}
+    for roles in SEQUENCES:
+        mine, theirs = [], []
+        for k, role in enumerate(roles):
+            content, thought = f"{role}{k}", f"thought{k}" if role == "assistant" else None
+            mine.append({"role": role, "content": content, "reasoning_content": thought})
+            theirs.append(recipe.AssistantMessage(content, thought) if thought else makers[role](content))
+        wanted = recipe.DeepseekV41Encoding().render_conversation(recipe.Conversation(theirs, thinking_mode=thinking)).prompt
+        made = render(mine, release=RELEASES["v4.1"], mode="thinking" if thinking else "chat")
+        assert made.text == wanted, roles
 
 
 def their_parse(text, thinking):

@@ -130,7 +130,8 @@ class Release:
       ``default_effort``: what no value means.
     * ``single``: what must be one token each.
     * ``system_mark``: written before a system message.
-    * ``answered``: roles after which the assistant's header is written, and ``answers``: roles before which it is.
+    * ``answered``: roles after which the assistant's header is written, and ``answers``: roles before which it is. With
+      ``assistant`` among the answered, every message of the assistant has a header, the first of all too.
     """
 
     name: str
@@ -186,7 +187,7 @@ RELEASES: Mapping[str, Release] = {
             default_effort="high",
             single=(*_SINGLE, DSML, SYSTEM),
             system_mark=SYSTEM,
-            answered=frozenset({"user", "developer", "latest_reminder"}),
+            answered=frozenset({"user", "developer", "latest_reminder", "system", "assistant"}),
             answers=frozenset({"assistant"}),
         ),
         Release(

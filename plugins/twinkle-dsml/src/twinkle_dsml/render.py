@@ -111,10 +111,12 @@ def _v4(turns: list[Turn], release: Release, thinking: bool, drop_thinking: bool
         if k == 0 and effort:
             pieces.append(Piece(release.system_mark + effort))
         shown = thinking and (not drop or k > asked) and not (k and turns[k - 1].task)
+        if k == 0 and turn.role == "assistant" and "assistant" in release.answered:
+            pieces.append(Piece(ASSISTANT + (THINK if shown else THINK_END)))
         pieces += _WRITERS[turn.role](turn, release, _Place(k == 0 and bool(effort), thinking, shown))
         following = turns[k + 1].role if k + 1 < len(turns) else None
         if following is None or following in release.answers:
-            pieces.append(Piece(_transition(turn, release, thinking, thinking and (not drop or k >= asked))))
+            pieces.append(Piece(_transition(turn, release, following, thinking, thinking and (not drop or k >= asked))))
     return pieces
 
 
@@ -131,12 +133,13 @@ def _last_question(turns: Sequence[Turn]) -> int:
     return max((k for k, turn in enumerate(turns) if turn.role in ("user", "developer")), default=-1)
 
 
-def _transition(turn: Turn, release: Release, thinking: bool, thinks: bool) -> str:
+def _transition(turn: Turn, release: Release, following: str | None, thinking: bool, thinks: bool) -> str:
+    """What stands between a message and the assistant's: the token of a task, the header, or nothing."""
     if turn.task is not None and turn.task != "action":
         return TASKS[turn.task]
     if turn.task is not None:
         return ASSISTANT + (THINK if thinking else THINK_END) + TASKS[turn.task]
-    if turn.role in release.answered:
+    if turn.role in release.answered and not (turn.role == "assistant" and following is None):
         return ASSISTANT + (THINK if thinks else THINK_END)
     return ""
 
