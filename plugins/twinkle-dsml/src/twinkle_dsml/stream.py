@@ -10,9 +10,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
-from enum import Enum, auto
-from typing import Literal
+from enum import IntEnum, auto
+from typing import Literal, NamedTuple
 
 from twinkle_core.types import Message, ToolCall
 from twinkle_dsml.markup import to_json
@@ -22,8 +21,7 @@ _OPEN, _CLOSE = f"<{DSML}", f"</{DSML}"
 _INVOKE, _PARAMETER, _NAMED = 'invoke name="', 'parameter name="', '" string="'
 
 
-@dataclass(frozen=True, slots=True)
-class Delta:
+class Delta(NamedTuple):
     """A piece of the message: of its thought, of its answer, a call that begins (its name), or a call's arguments (JSON text).
 
     ``call``: which call of the message, from 0; for calls and arguments.
@@ -34,7 +32,7 @@ class Delta:
     call: int | None = None
 
 
-class _State(Enum):
+class _State(IntEnum):
     THOUGHT = auto()
     CONTENT = auto()
     BLOCK = auto()  # between calls
@@ -65,7 +63,7 @@ _SIGNS = {
 }
 _LONGEST = max(map(len, (EOS, THINK_END, _OPEN, _CLOSE, _INVOKE, _PARAMETER, _NAMED)))
 #: states whose text is given on at once; their signs begin with '<'
-_FLOWING = frozenset({_State.THOUGHT, _State.CONTENT, _State.TEXT, _State.JSON})
+_FLOWS = {state: state in (_State.THOUGHT, _State.CONTENT, _State.TEXT, _State.JSON) for state in _State}
 _BEGINNINGS = frozenset(sign[:n] for sign in (EOS, THINK_END, _OPEN, _CLOSE) for n in range(1, len(sign)))
 
 
@@ -115,9 +113,12 @@ class StreamParser:
         """What a further piece of the completion adds to the message."""
         if self._state is _State.DONE:
             return []
-        self._buffer = self._buffer[self._at :] + text
-        self._at = 0
-        self._read()
+        if "<" not in text and self._at == len(self._buffer) and _FLOWS[self._state]:
+            self._words(text)  # the most of a stream: no sign begins here
+        else:
+            self._buffer = self._buffer[self._at :] + text
+            self._at = 0
+            self._read()
         return self._given()
 
     def finish(self) -> list[Delta]:
@@ -166,7 +167,7 @@ class StreamParser:
         """From where on the buffer may be the beginning of a sign."""
         size = len(self._buffer)
         floor = max(self._at, size - _LONGEST + 1)
-        if self._state not in _FLOWING:
+        if not _FLOWS[self._state]:
             return floor
         place = self._buffer.rfind("<", floor)
         return place if place >= 0 and self._buffer[place:] in _BEGINNINGS else size
@@ -191,12 +192,14 @@ class StreamParser:
             text = text.lstrip("\n")
             self._leading = not text
         said = text.rstrip("\n")
+        breaks = len(text) - len(said)
         if said:
-            said = "\n" * self._breaks + said
+            if self._breaks:
+                said = "\n" * self._breaks + said
+                self._breaks = 0
             self._parts[kind].append(said)
             self._deltas.append(Delta(kind, said))
-            self._breaks = 0
-        self._breaks += len(text) - len(text.rstrip("\n"))
+        self._breaks += breaks
 
     def _keep_breaks(self, kind: Literal["thought", "content"]) -> None:
         if self._breaks:
