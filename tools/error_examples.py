@@ -193,11 +193,19 @@ entry(
     e.TemplateError.argument("max_length", 1, "a whole number from 2 up (one token predicts another)"),
     e.TemplateError.tokenizer("./model", "no tokenizer.json"),
     e.TemplateError.slow("./model"),
+    e.TemplateError.tokens("./model", ["<｜User｜>", "<｜Assistant｜>"], "v4-0731"),
+    e.TemplateError.unreadable(1, "content"),
     why="A conversation that can't be encoded rightly, or a template that can't be built. A message at fault is named by its "
     "index and role.",
     way="Repair the conversation. `template.check(trajectory)` tells the reason without raising.",
 )
 entry(e.NoChatTemplate("hf://org/base-model"))
+entry(
+    e.BadCompletion.at_character("r</think>answer", 9, "the end token <｜end▁of▁sentence｜> is missing"),
+    e.BadCompletion.at_character("r</think>", 9, "the end token <｜end▁of▁sentence｜> is missing"),
+    why="A strict parser read a completion that breaks its format. `error.place` is the character.",
+    way="Read it leniently, `template.parse(text)`, or count it as a wrong answer.",
+)
 entry(e.RowTooLong(9000, 8192, "raise"))
 entry(
     e.NoLabels.untrained(),

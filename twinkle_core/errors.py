@@ -560,6 +560,18 @@ class TemplateError(TwinkleError, ValueError):
         return cls(f"no tokenizer could be loaded from {name}: {cause}")
 
     @classmethod
+    def unreadable(cls, turn: int, field: str) -> TemplateError:
+        way = f"read back, it has another {field!r}: its text holds signs of the format, which nothing escapes"
+        return cls.at(turn, "assistant", way)
+
+    @classmethod
+    def tokens(cls, name: object, missing: Iterable[str], release: str) -> TemplateError:
+        return cls(
+            f"the tokenizer of {name} has no single token for {', '.join(missing)}, which {release} writes.\n"
+            f"    Take a tokenizer of that release's checkpoints, or the release that fits the tokenizer."
+        )
+
+    @classmethod
     def slow(cls, name: object) -> TemplateError:
         return cls(f"the tokenizer of {name} gives no character offsets (it is no 'fast' one), so labels can't be placed.")
 
@@ -572,6 +584,19 @@ class NoChatTemplate(TemplateError):
             f"the tokenizer of {name} has no chat template (a base model?).\n"
             f"    Give one with chat_template=…, take an instruct model's, or train plain text with use_chat_template=False."
         )
+
+
+class BadCompletion(TemplateError):
+    """A completion that breaks its format. ``place``: the character at which it does, counted from 0."""
+
+    place: int = 0
+
+    @classmethod
+    def at_character(cls, text: str, place: int, cause: str) -> BadCompletion:
+        rest = text[place : place + 40]
+        error = cls(f"character {place}: {cause}; there stands {rest!r}." if rest else f"character {place}, the end: {cause}.")
+        error.place = place
+        return error
 
 
 class RowTooLong(TemplateError):

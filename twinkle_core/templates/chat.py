@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import re
-import sys
-from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, Literal
 
-from twinkle_core import hub
-from twinkle_core.contracts.template import Template
-from twinkle_core.errors import HoldsAdapter, NeedsLibrary, NoChatTemplate, NoLabels, TemplateError
-from twinkle_core.templates import truncate
+from twinkle_core.errors import NoChatTemplate, NoLabels, TemplateError
+from twinkle_core.templates.base import TextTemplate
 from twinkle_core.templates.labels import Locator, Span
 from twinkle_core.templates.messages import Turn, normalise
 from twinkle_core.templates.roles import Roles
 from twinkle_core.templates.tools import hermes, qwen_xml
-from twinkle_core.types import IGNORE_INDEX, InputFeature, Message, Trajectory
+from twinkle_core.types import InputFeature, Message, Trajectory
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_TOKENIZER_FILES = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*.py")
 
 
-class ChatTemplate(Template):
+class ChatTemplate(TextTemplate):
     """Encodes with the model's own chat template: rendered whole, tokenised once, labels by character offsets.
 
     What is trained: each assistant turn as the template renders it, its end token included; never a header, a generation
@@ -52,6 +46,8 @@ class ChatTemplate(Template):
         chat_template: a Jinja template to use in place of the tokenizer's.
     """
 
+    label = "chat"
+
     def __init__(
         self,
         model_id: Any,
@@ -63,22 +59,10 @@ class ChatTemplate(Template):
         train_on: Literal["all", "last"] = "all",
         chat_template: str | None = None,
     ) -> None:
-        truncate.check_strategy(truncation_strategy)
-        if isinstance(max_length, bool) or not isinstance(max_length, int) or max_length < 2:
-            raise TemplateError.argument("max_length", max_length, "a whole number from 2 up (one token predicts another)")
-        if train_on not in ("all", "last"):
-            raise TemplateError.argument("train_on", train_on, "'all' or 'last'")
-        self.tokenizer: Any = _load(model_id) if isinstance(model_id, (str, Path)) else model_id
-        self.name = str(model_id) if isinstance(model_id, (str, Path)) else type(model_id).__name__
-        if not getattr(self.tokenizer, "is_fast", False):
-            raise TemplateError.slow(self.name)
+        super().__init__(model_id, max_length, truncation_strategy, train_on)
         self.use_chat_template = use_chat_template
-        self.max_length = max_length
-        self.truncation_strategy = truncation_strategy
         self.default_system = default_system
         self.enable_thinking = enable_thinking
-        self.train_on = train_on
-        self.dropped = 0  # conversations dropped by this object, in this process
         self._thinks = False  # whether the model may end a thought that its prompt began
         if not use_chat_template:
             return
@@ -129,16 +113,8 @@ class ChatTemplate(Template):
                 text, spans = self._stopped(messages, text, spans)
             else:
                 spans = []
-            ids, targets = self._tokenise(text, spans)
-        if add_generation_prompt:
-            prompt = truncate.prompt_row(ids, self.max_length, self.truncation_strategy)
-            self.dropped += prompt is None
-            return prompt
-        rows = truncate.to_rows(ids, targets, self.max_length, self.truncation_strategy)
-        self.dropped += not rows
-        if self.truncation_strategy == "split":
-            return rows
-        return rows[0] if rows else None
+            ids, targets = self.tokenise(text, spans)
+        return self.prompt(ids) if add_generation_prompt else self.rows(ids, targets)
 
     def render(self, trajectory: Trajectory, *, add_generation_prompt: bool = False) -> str:
         """The text that ``encode`` tokenises."""
@@ -146,16 +122,6 @@ class ChatTemplate(Template):
             return self._plain_text(trajectory)
         messages, tools = self._normalise(trajectory)
         return self._shown(messages, tools, add_generation_prompt)
-
-    def check(self, trajectory: Trajectory) -> str | None:
-        dropped = self.dropped
-        try:
-            self.encode(trajectory)
-        except TemplateError as refusal:
-            return str(refusal)
-        finally:
-            self.dropped = dropped
-        return None
 
     def _normalise(self, trajectory: Mapping[str, Any]) -> tuple[list[Turn], list[Any] | None]:
         messages, tools = normalise(
@@ -241,22 +207,6 @@ class ChatTemplate(Template):
 
     # ------------------------------------------------------------------------------------------------ tokens
 
-    def _tokenise(self, text: str, spans: Sequence[Span]) -> tuple[list[int], list[int]]:
-        """Ids, and for each position its own token where it lies wholly in a span, else -100."""
-        encoded = self.tokenizer(
-            text, add_special_tokens=False, return_offsets_mapping=True, return_attention_mask=False, verbose=False
-        )
-        ids: list[int] = encoded["input_ids"]  # no special tokens added: the text has its beginning token already
-        targets = [IGNORE_INDEX] * len(ids)
-        offsets = encoded["offset_mapping"]
-        starts = [start for start, _ in offsets] if spans else []
-        for span in spans:
-            first, last = bisect_left(starts, span.start), bisect_left(starts, span.end)
-            while last > first and offsets[last - 1][1] > span.end:
-                last -= 1
-            targets[first:last] = ids[first:last]
-        return ids, targets
-
     def _token_ends(self, text: str) -> list[int]:
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         return [end for _, end in encoded["offset_mapping"]]
@@ -276,11 +226,6 @@ class ChatTemplate(Template):
         written = bool(bos) and text.startswith(bos)
         ids: list[int] = self.tokenizer(text, add_special_tokens=not written, verbose=False)["input_ids"]
         return ids if not complete or eos is None or (ids and ids[-1] == eos) else [*ids, eos]
-
-    def decode(self, ids: Sequence[int], **kwargs: Any) -> str:
-        """Ids to text, without positions of -100 (so labels can be read too). ``kwargs``: of the tokenizer's ``decode``."""
-        kept = [int(i) for i in ids if int(i) != IGNORE_INDEX]
-        return str(self.tokenizer.decode(kept, **{"clean_up_tokenization_spaces": False, **kwargs}))
 
     def parse(self, text: str) -> Message:
         """A completion to an assistant message.
@@ -308,17 +253,3 @@ class ChatTemplate(Template):
         if calls:
             message["tool_calls"] = calls
         return message
-
-
-def _load(model_id: str | Path) -> Any:
-    folder = hub.resolve(model_id, allow_patterns=_TOKENIZER_FILES)
-    try:
-        from transformers import AutoTokenizer
-    except ImportError as cause:
-        raise NeedsLibrary("template 'chat'", "transformers", "twinkle-core[data]", sys.prefix) from cause
-    try:
-        return AutoTokenizer.from_pretrained(str(folder))
-    except (OSError, ValueError, KeyError, TypeError) as cause:
-        if hub.holds_adapter(folder):
-            raise HoldsAdapter(folder, hub.base_of_adapter(folder)) from cause
-        raise TemplateError.tokenizer(model_id, str(cause).splitlines()[0] if str(cause) else repr(cause)) from cause

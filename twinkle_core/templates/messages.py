@@ -37,7 +37,7 @@ def normalise(
     turns = [_turn(index, message, enable_thinking, inline_thoughts) for index, message in enumerate(messages)]
     if default_system is not None and turns[0]["role"] != "system":
         turns.insert(0, {"role": "system", "content": default_system})
-    return turns, _tools(trajectory.get("tools"))
+    return turns, tools_of(trajectory)
 
 
 def _turn(index: int, message: Any, enable_thinking: bool, inline_thoughts: bool) -> Turn:
@@ -115,7 +115,13 @@ def _thought(index: int, turn: Turn, enable_thinking: bool, inline: bool) -> Non
             turn["reasoning_content"] = thought
 
 
-def _tools(tools: Any) -> list[Any] | None:
+def tools_of(trajectory: Mapping[str, Any]) -> list[Any] | None:
+    """The tools of a conversation, which may be given as JSON text; None where it has none.
+
+    Raises:
+        TemplateError: they are no list.
+    """
+    tools = trajectory.get("tools")
     if not tools:
         return None
     if isinstance(tools, str):
