@@ -248,9 +248,13 @@ def _parts(part: DatasetConfig, place: Place, source: Source) -> Iterator[Fault]
     """A split or subset that a local file does not have."""
     from twinkle_core.data.sources import DatasetMeta, check_local
 
-    for key, given in (("split", {"split": part.split}), ("subset", {"subset_name": part.subset})):
+    path = dataset_path(part)
+    for key, make in (
+        ("split", lambda: DatasetMeta(path, split=part.split)),
+        ("subset", lambda: DatasetMeta(path, subset_name=part.subset)),
+    ):
         try:
-            check_local(DatasetMeta(dataset_path(part), **given))
+            check_local(make())
         except errors.HubError:
             return  # told already
         except errors.DataError as error:
