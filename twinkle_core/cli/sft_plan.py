@@ -248,13 +248,9 @@ def _parts(part: DatasetConfig, place: Place, source: Source) -> Iterator[Fault]
     """A split or subset that a local file does not have."""
     from twinkle_core.data.sources import DatasetMeta, check_local
 
-    path = dataset_path(part)
-    for key, make in (
-        ("split", lambda: DatasetMeta(path, split=part.split)),
-        ("subset", lambda: DatasetMeta(path, subset_name=part.subset)),
-    ):
+    for key, subset, split in (("split", "default", part.split), ("subset", part.subset, "train")):
         try:
-            check_local(make())
+            check_local(DatasetMeta(dataset_path(part), subset, split))
         except errors.HubError:
             return  # told already
         except errors.DataError as error:
