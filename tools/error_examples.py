@@ -94,7 +94,10 @@ entry(
     why="A server has called `registry.freeze`, so that names from the network resolve in a fixed table only.",
     way="Ask for one of the names allowed, or have the server allow more.",
 )
-entry(e.RemoteCodeRefused("loss", "hf://acme/losses#Focal"))
+entry(
+    e.RemoteCodeRefused("loss", "hf://acme/losses#Focal"),
+    e.RemoteCodeRefused("loss", "hf://acme/losses#Focal", "TWINKLE_TRUST_REMOTE_CODE='maybe' is neither yes nor no: it is off"),
+)
 entry(e.BadRemoteComponent("loss", "hf://acme/losses#Focal", "the package defines CrossLoss, MarginLoss"))
 entry(
     e.BadHook("twinkle_after_stop", "twinkle_after_step", "there is no such hook"),

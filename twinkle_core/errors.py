@@ -204,9 +204,9 @@ class FrozenRegistry(TwinkleError, PermissionError):
 class RemoteCodeRefused(TwinkleError, PermissionError):
     """A component in a repository of a hub, without leave to run its code."""
 
-    def __init__(self, kind: str, reference: str) -> None:
+    def __init__(self, kind: str, reference: str, unclear: str = "") -> None:
         super().__init__(
-            f"{kind} '{reference}' is code in a repository, and running it is off.\n"
+            f"{kind} '{reference}' is code in a repository, and running it is off.{unclear and f' {unclear}.'}\n"
             f"    read that code; if you trust it: TWINKLE_TRUST_REMOTE_CODE=1"
         )
 

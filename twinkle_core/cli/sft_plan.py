@@ -248,9 +248,9 @@ def _parts(part: DatasetConfig, place: Place, source: Source) -> Iterator[Fault]
     """A split or subset that a local file does not have."""
     from twinkle_core.data.sources import DatasetMeta, check_local
 
-    for key, given in (("split", {"split": part.split}), ("subset", {"subset_name": part.subset})):
+    for key, subset, split in (("split", "default", part.split), ("subset", part.subset, "train")):
         try:
-            check_local(DatasetMeta(dataset_path(part), **given))
+            check_local(DatasetMeta(dataset_path(part), subset, split))
         except errors.HubError:
             return  # told already
         except errors.DataError as error:
