@@ -645,10 +645,10 @@ class NoOptimizer(TwinkleError, RuntimeError):
 
 
 class NoTrainableParameters(TwinkleError, ValueError):
-    """An optimizer for nothing."""
+    """An optimizer, or a backward, for nothing."""
 
     def __init__(self, adapter: str) -> None:
-        super().__init__(f"{_whose(adapter)} has no trainable parameter, so there is nothing for an optimizer to train.")
+        super().__init__(f"{_whose(adapter)} has no trainable parameter, so there is nothing to train.")
 
 
 class BadOptimizer(TwinkleError, ValueError):
@@ -656,6 +656,29 @@ class BadOptimizer(TwinkleError, ValueError):
 
     def __init__(self, what: str, why: str) -> None:
         super().__init__(f"optimizer {what} can't be used: {why}")
+
+
+class NotInOptimizer(TwinkleError, RuntimeError):
+    """Parameters that became trainable after the optimizer was set: their gradients would pile up, and nothing would use them.
+
+    ``window``: how many backwards an open window holds, which made no gradients of them.
+    """
+
+    def __init__(self, adapter: str, names: Sequence[str], window: int = 0) -> None:
+        rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        listed = _listed(names[:3]) + rest
+        call = f"set_optimizer({_by_name(adapter)})"
+        if window:
+            super().__init__(
+                f"{listed} of {_whose(adapter)} became trainable inside a window: its {window} backward(s) made no gradients "
+                f"of them, so an optimizer set now would get wrong ones.\n"
+                f"    close the window with flush() or give it up with zero_grad(drop=True), then call {call}"
+            )
+            return
+        super().__init__(
+            f"{listed} of {_whose(adapter)} became trainable after its optimizer was set, which does not hold them.\n"
+            f"    call {call} again, add them to it (optimizer.add_param_group), or freeze them"
+        )
 
 
 class BadScheduler(TwinkleError, ValueError):
@@ -738,6 +761,30 @@ class NotDeclared(TwinkleError, TypeError):
             f"{loss} read outputs.{missing}, which was not computed: its needs are {_listed(sorted(needs))}{default}.\n"
             f"    declare what it reads {way}\n"
             f"    what failed: {type(cause).__name__}: {cause}"
+        )
+
+
+class BadNeeds(TwinkleError, TypeError):
+    """What a loss or metric declares to read is no set of names, or names what no model gives."""
+
+    @classmethod
+    def kind(cls, owner: str, needs: object) -> BadNeeds:
+        names = [needs] if isinstance(needs, str) else needs
+        words = names if isinstance(names, (list, tuple)) and all(isinstance(n, str) for n in names) else ["logps"]
+        wanted = "{" + ", ".join(repr(word) for word in words) + "}"
+        return cls(f"needs of {owner} is {needs!r} ({type(needs).__name__}); it must be a set of names: frozenset({wanted})")
+
+    @classmethod
+    def unknown(cls, owner: str, name: str, near: str | None, known: Iterable[str]) -> BadNeeds:
+        return cls(f"{owner} needs '{name}', which is no output of a model.{_meant(near)}\n    outputs: {_listed(known)}")
+
+
+class BadMetricResult(TwinkleError, TypeError):
+    """A metric that calculates something else than numbers by name."""
+
+    def __init__(self, metric: str, what: str) -> None:
+        super().__init__(
+            f"{metric}.calculate() returned {what}. It must return a dict of numbers by name, {{}} where there is none."
         )
 
 

@@ -548,6 +548,33 @@ def test_saving_between_clip_and_step_is_refused(tmp_path):
     model.save("c", tmp_path)
 
 
+def test_a_parameter_frozen_after_the_optimizer_was_set_is_saved_and_resumed(tmp_path):
+    """Its state and its gradient of an open window belong to the optimizer, which goes on using them."""
+
+    def frozen():
+        model = fresh()
+        run(model, BATCHES[:1])
+        model.engine.module.embed.weight.requires_grad_(False)
+        return model
+
+    model = frozen()
+    model.save("c", tmp_path, save_optimizer=True)
+    again = fresh(seed=1)
+    again.engine.module.embed.weight.requires_grad_(False)
+    with pytest.raises(CheckpointMismatch, match=r"embed\.weight"):
+        again.set_optimizer("adamw", lr=1e-2)
+        again.set_lr_scheduler("linear_warmup", num_training_steps=10)
+        again.resume_from_checkpoint(tmp_path / "c")
+    again = frozen()
+    again.resume_from_checkpoint(tmp_path / "c")
+    run(model, BATCHES[1:4])
+    rng.restore(load_file(tmp_path / "c" / "rng.safetensors"), json.loads((tmp_path / "c" / "rng.json").read_text()))
+    again.resume_from_checkpoint(tmp_path / "c")
+    run(again, BATCHES[1:4])
+    for key, tensor in model.get_state_dict().items():
+        assert torch.equal(tensor, again.get_state_dict()[key]), key
+
+
 def test_saving_between_step_and_lr_step_resumes_there(tmp_path):
     first = fresh()
     first.forward_backward(BATCHES[0])

@@ -159,5 +159,5 @@ class StorageVerbs(Sessions):
         session.window.reset()
         if session.optimizer is not None:
             self.engine.zero_grad(session.optimizer)
-        for parameter in self.adapters.parameters(session.name).values():
+        for parameter in self._named(session).values():
             parameter.grad = None
