@@ -315,6 +315,11 @@ entry(
 
 # ---------------------------------------------------------------------------------------------------- backends
 
+entry(
+    e.BadGeneration({"temperature": -1.0}, ValueError("`temperature` (=-1.0) has to be a strictly positive float")),
+    why="The text after the colon is the library's own.",
+    way="Correct the option that it names.",
+)
 entry(e.Fp8Unavailable())
 entry(e.UnknownModelClass("AutoModelForCasualLM", "AutoModelForCausalLM"))
 entry(
@@ -324,7 +329,10 @@ entry(
 )
 entry(
     e.ModelNotLoaded("models/qwen", "no file named model.safetensors, or pytorch_model.bin, found"),
-    why="A folder that the model's library can't load. The text after the colon is the library's own.",
+    e.ModelNotLoaded.incomplete("models/qwen", "LlamaForCausalLM", ["model.layers.1.mlp.up_proj.weight"], []),
+    e.ModelNotLoaded.incomplete("models/qwen", "LlamaForCausalLM", [], ["model.layers.7.mlp.up_proj.weight"]),
+    why="A folder that the model's library can't load (the text after the colon is its own), or whose weights are not those of "
+    "the model: what is missing would be trained as random numbers.",
     way="Check that the folder is complete and that the installed transformers knows the model.",
 )
 entry(e.HoldsAdapter("output/last", "hf://Qwen/Qwen3-4B"))

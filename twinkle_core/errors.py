@@ -959,6 +959,14 @@ class CheckpointUnfit(TwinkleError, ValueError):
 # ---------------------------------------------------------------------------------------------------- backends
 
 
+class BadGeneration(TwinkleError, ValueError):
+    """Options of ``generate`` that the model's library refuses."""
+
+    def __init__(self, options: Mapping[str, Any], library_says: BaseException) -> None:
+        given = ", ".join(f"{key}={value!r}" for key, value in options.items()) or "the model's own settings"
+        super().__init__(f"generate({given}) can't be done: {library_says}")
+
+
 class Fp8Unavailable(TwinkleError, RuntimeError):
     """fp8 asked for where it can't run."""
 
@@ -996,6 +1004,18 @@ class ModelNotLoaded(TwinkleError, OSError):
 
     def __init__(self, folder: object, library_says: str) -> None:
         super().__init__(f"the model in '{folder}' could not be loaded: {library_says}")
+
+    @classmethod
+    def incomplete(cls, folder: object, model: str, missing: Sequence[str], unexpected: Sequence[str]) -> ModelNotLoaded:
+        """Weights that are not in its files, or that the model has no place for."""
+        kinds = (("lack", missing, "which would be random numbers"), ("hold", unexpected, "which it has no place for"))
+        parts = [
+            f"its files {verb} {len(keys)} weight(s) of {model}'s body or output, {what}: {_listed(keys[:3])}"
+            f"{', ...' if len(keys) > 3 else ''}"
+            for verb, keys, what in kinds
+            if keys
+        ]
+        return cls(folder, "; ".join(parts) + "\n    complete the folder, or give the model_cls or config that it was saved with")
 
 
 class HoldsAdapter(TwinkleError, ValueError):
