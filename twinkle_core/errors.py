@@ -1015,7 +1015,9 @@ class ModelNotLoaded(TwinkleError, OSError):
             for verb, keys, what in kinds
             if keys
         ]
-        return cls(folder, "; ".join(parts) + "\n    complete the folder, or give the model_cls or config that it was saved with")
+        return cls(
+            folder, "; ".join(parts) + "\n    complete the folder, or give the model_cls or config that it was saved with"
+        )
 
 
 class HoldsAdapter(TwinkleError, ValueError):

@@ -38,7 +38,7 @@ from twinkle_core.errors import (
     WindowNotStepped,
 )
 from twinkle_core.log import get_logger
-from twinkle_core.train import differences, optim, rng
+from twinkle_core.train import base_values, differences, optim, rng
 from twinkle_core.train.folder import STATE_FILE, recover, sha256
 from twinkle_core.train.plain import from_plain, to_plain
 from twinkle_core.train.session import Session
@@ -92,6 +92,7 @@ class TrainerState(BaseModel):
     engine: dict[str, Any]
     mesh: str
     fingerprint: str
+    base_sample: str | None = None  # of an adapter's base model, which the checkpoint does not hold
     plugins: list[dict[str, str]]
     files: dict[str, FileEntry]
 
@@ -188,6 +189,7 @@ def write(model: Sessions, session: Session, folder: Path, parts: Parts | None, 
         engine=_described(model.engine.describe()),
         mesh=repr(model.engine.mesh),
         fingerprint=fingerprint(model.adapters, session.name),
+        base_sample=base_values.sample(model.adapters) if session.name != BASE else None,
         plugins=registry.snapshot(),
         files={name: FileEntry(size=p.stat().st_size, sha256=sha256(p)) for name, p in files.items()},
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -24,7 +25,7 @@ from twinkle_core.errors import (
     WindowNotStepped,
 )
 from twinkle_core.log import get_logger
-from twinkle_core.train import losses, optim, report, schedulers
+from twinkle_core.train import base_values, checkpoint, folder, losses, optim, report, schedulers
 from twinkle_core.train.session import Session
 from twinkle_core.train.sessions import Sessions, one_at_a_time
 
@@ -212,6 +213,10 @@ class SetupVerbs(Sessions):
         session.window.resize(gradient_accumulation_steps)
         self.adapters.acquire(adapter_name, config_or_dir)
         self.sessions[adapter_name] = session
+        if isinstance(config_or_dir, (str, Path)) and (Path(config_or_dir) / folder.STATE_FILE).is_file():
+            state = checkpoint.read_state(Path(config_or_dir), hashes=False)
+            assert state is not None
+            base_values.check(self, session, state, Path(config_or_dir), strict=False)
 
     @one_at_a_time
     def remove_adapter(self, adapter_name: str) -> None:

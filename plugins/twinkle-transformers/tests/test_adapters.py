@@ -501,7 +501,9 @@ def test_values_of_a_base_model_that_narrowing_leaves_may_be_begun_from(llama):
     store.precision.autocast(torch.device("cpu"))
     store.acquire("b", LoraConfig(target_modules=["q_proj"], modules_to_save=["down_proj"]))
     copied = store.state_dict("b")["base_model.model.model.layers.0.mlp.down_proj.weight"]
-    assert copied.dtype == torch.float32 and torch.equal(copied, plain_state(llama)["model.layers.0.mlp.down_proj.weight"].float())
+    assert copied.dtype == torch.float32 and torch.equal(
+        copied, plain_state(llama)["model.layers.0.mlp.down_proj.weight"].float()
+    )
 
 
 def test_adapters_that_never_computed_leave_the_base_model_as_it_is_stored(llama, tmp_path, caplog):

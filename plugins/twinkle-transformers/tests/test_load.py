@@ -297,7 +297,7 @@ def test_a_file_that_is_cut_short_is_told(tmp_path):
     folder = write_tiny_llama(tmp_path / "cut")
     with (folder / "model.safetensors").open("r+b") as file:
         file.truncate(5000)
-    with pytest.raises(ModelNotLoaded, match="cut' could not be loaded: .*incomplete"):
+    with pytest.raises(ModelNotLoaded, match=r"cut' could not be loaded: .*incomplete"):
         TransformersModel(model_id=folder)
 
 

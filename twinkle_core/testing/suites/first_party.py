@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-
 from torch.optim.lr_scheduler import ChainedScheduler, ReduceLROnPlateau
 
 from twinkle_core.metrics.train import TrainMetric

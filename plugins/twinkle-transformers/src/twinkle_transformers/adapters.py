@@ -18,6 +18,7 @@ from twinkle_core.contracts.adapters import BASE, AdapterStore
 from twinkle_core.errors import BadAdapter, CheckpointDamaged, CheckpointMismatch, DuplicateAdapter, UnknownAdapter
 from twinkle_core.log import get_logger
 from twinkle_core.names import closest
+from twinkle_core.train.folder import STATE_FILE
 from twinkle_transformers import checkpoint
 from twinkle_transformers.precision import Precision, widen
 from twinkle_transformers.rules import check_config, check_name
@@ -90,6 +91,7 @@ class PeftAdapters(AdapterStore):
         state: dict[str, torch.Tensor] | None = None
         if isinstance(config, (str, Path)):
             folder = checkpoint.adapter_folder(config)
+            self._tell_other_base(name, folder)
             config, state = checkpoint.adapter_config(name, folder), checkpoint.read_adapter(folder)
         config = check_config(name, config, self.module, [self.config(n) for n in self.names()])
         inner = f"twinkle{self._count}"
@@ -316,6 +318,7 @@ class PeftAdapters(AdapterStore):
             saved = checkpoint.adapter_config(name, Path(folder))
         except BadAdapter as error:
             raise CheckpointDamaged(str(file), str(error.__cause__)) from error
+        self._tell_other_base(name, Path(folder))
         found = checkpoint.config_differences(saved, self.config(name))
         dropout = {field: found.pop(field) for field in list(found) if "dropout" in field}
         if found:
@@ -325,6 +328,13 @@ class PeftAdapters(AdapterStore):
             get_logger("transformers").warning(
                 "adapter '%s' trains on with %s=%r; the checkpoint '%s' was trained with %r", name, field, here, folder, there
             )
+
+    def _tell_other_base(self, name: str, folder: Path) -> None:
+        """A plain folder tells of its base model by name alone; where core's state file is, core compares values."""
+        there, here = checkpoint.base_of(folder), getattr(getattr(self.module, "config", None), "_name_or_path", None)
+        if there and here and not (folder / STATE_FILE).is_file() and not checkpoint.same_model(there, here):
+            text = "adapter '%s' of '%s' was made for the base model '%s', and this one is '%s'"
+            get_logger("transformers").warning(text, name, folder, there, here)
 
     def write(self, name: str, folder: Path) -> None:
         if self._known(name) == BASE:

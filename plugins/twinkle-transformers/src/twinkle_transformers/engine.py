@@ -262,8 +262,8 @@ class TransformersEngine(LoopEngine):
         """Completions' ids of prompts' ids. ``kwargs``: of transformers' ``generate``; at most 128 new tokens if it isn't said.
 
         Raises:
-            NotComputed: the model has no text to give. WrongArgument, ReservedArgument, BadArgument, BadGeneration: the options.
-            BadRow: a prompt.
+            NotComputed: the model has no text to give. WrongArgument, ReservedArgument, BadArgument, BadGeneration: the
+            options. BadRow: a prompt.
         """
         if not self.module.can_generate():
             raise NotComputed(self._name(), "text", "transformers can't generate with this class; load one ...ForCausalLM")

@@ -14,7 +14,6 @@ from twinkle_core.train.limits import check_count
 from twinkle_core.types import InputFeature
 from twinkle_transformers.inputs import vocabulary_of
 
-
 #: what ``complete`` itself gives to transformers
 _FILLED = frozenset({"inputs", "input_ids", "inputs_embeds", "attention_mask"})
 

@@ -76,7 +76,7 @@ def weight_of(layer: Any) -> torch.Tensor:
     return layer.weight  # type: ignore[no-any-return]
 
 
-class Reads(TorchDispatchMode):  # type: ignore[misc]
+class Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Inside, ``found`` gathers the names of parameters whose values something looks at. Types and shapes are no values.
 
     Args:
@@ -84,7 +84,7 @@ class Reads(TorchDispatchMode):  # type: ignore[misc]
     """
 
     def __init__(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._names = {p.untyped_storage()._cdata: name for name, p in parameters.items()}
         self.found: set[str] = set()
 
