@@ -305,7 +305,9 @@ class ForwardVerbs(Sessions):
         """Drop a session's gradients, also those that its optimizer leaves out."""
         if session.optimizer is not None:
             self.engine.zero_grad(session.optimizer)
-        for parameter in self._named(session).values():
+        # with an optimizer, ``_check_trained`` lets no other parameter get a gradient
+        parameters = self.adapters.parameters(session.name) if session.optimizer is None else session.named
+        for parameter in parameters.values():
             parameter.grad = None
 
     @contextmanager
