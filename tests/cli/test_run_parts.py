@@ -32,9 +32,7 @@ def test_plot_or_the_reason_why_not(tmp_path, monkeypatch):
     assert not (tmp_path / "no.png").exists()
 
 
-@pytest.mark.parametrize(
-    ("adapter", "then"), [("default", "its values are compared when it is loaded"), ("", "all weights come")]
-)
+@pytest.mark.parametrize(("adapter", "then"), [("default", "its values are compared"), ("", "all weights come")])
 def test_a_resumed_run_says_what_becomes_of_another_model(adapter, then):
     """Where all weights were trained, nothing of the named model is left to compare."""
     said = []
