@@ -239,11 +239,16 @@ entry(e.WindowNotStepped(2))
 entry(e.NoOptimizer("step", "default"), e.NoOptimizer("step", "default", base_has_one=True))
 entry(
     e.NoTrainableParameters("default"),
-    way="Unfreeze some (`requires_grad_`), or add an adapter whose `target_modules` match modules of the model.",
+    way="Unfreeze some (`requires_grad_`), or add an adapter whose `target_modules` match modules of the model, and whose "
+    "config does not say `inference_mode=True`.",
 )
 entry(
     e.BadOptimizer("Mine", "it is not a torch.optim.Optimizer"),
     way="Give a name or a class: then it is built over the right parameters.",
+)
+entry(
+    e.NotInOptimizer("", ["model.embed_tokens.weight"]),
+    e.NotInOptimizer("default", ["layers.0.q_proj.lora_A.weight"], window=2),
 )
 entry(e.BadScheduler("StepLR", "it was made for another optimizer; give its class, with its arguments"))
 entry(e.NoForward("backward", "default"))
@@ -259,6 +264,12 @@ entry(
     e.NotDeclared("AcmeLoss", "entropies", {"logps", "entropies"}, {"logps"}, TypeError("'NoneType' and 'float'"), plain=False),
     e.NotDeclared("quick", "logps", {"logps"}, {"logits"}, AttributeError("'NoneType' has no attribute 'sum'"), plain=True),
 )
+entry(
+    e.BadNeeds.kind("AcmeLoss", "logps"),
+    e.BadNeeds.unknown("AcmeLoss", "logprobs", "logps", ["entropies", "logits", "logps", "..."]),
+    way="Correct `needs` in the class, or as an attribute of the function.",
+)
+entry(e.BadMetricResult("AcmeMetric", "NoneType"))
 entry(e.BadGroups("PairLoss", [2, 2], 5), way="Correct `groups()` of the loss, or give it rows that come in whole groups.")
 entry(e.RowsChanged("advantages", 8, 7))
 entry(e.BadLossSetting("CrossEntropyLoss", "label_smoothing", 1.5, "a number, at least 0 and less than 1"))
@@ -321,6 +332,11 @@ entry(
 
 # ---------------------------------------------------------------------------------------------------- backends
 
+entry(
+    e.BadGeneration({"temperature": -1.0}, ValueError("`temperature` (=-1.0) has to be a strictly positive float")),
+    why="The text after the colon is the library's own.",
+    way="Correct the option that it names.",
+)
 entry(e.Fp8Unavailable())
 entry(e.UnknownModelClass("AutoModelForCasualLM", "AutoModelForCausalLM"))
 entry(
@@ -330,7 +346,10 @@ entry(
 )
 entry(
     e.ModelNotLoaded("models/qwen", "no file named model.safetensors, or pytorch_model.bin, found"),
-    why="A folder that the model's library can't load. The text after the colon is the library's own.",
+    e.ModelNotLoaded.incomplete("models/qwen", "LlamaForCausalLM", ["model.layers.1.mlp.up_proj.weight"], []),
+    e.ModelNotLoaded.incomplete("models/qwen", "LlamaForCausalLM", [], ["model.layers.7.mlp.up_proj.weight"]),
+    why="A folder that the model's library can't load (the text after the colon is its own), or whose weights are not those of "
+    "the model: what is missing would be trained as random numbers.",
     way="Check that the folder is complete and that the installed transformers knows the model.",
 )
 entry(e.HoldsAdapter("output/last", "hf://Qwen/Qwen3-4B"))

@@ -1,5 +1,6 @@
 from typing import Any
 
+from torch.optim.lr_scheduler import ChainedScheduler as ChainedScheduler
 from torch.optim.lr_scheduler import ConstantLR as ConstantLR
 from torch.optim.lr_scheduler import CosineAnnealingLR as CosineAnnealingLR
 from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts as CosineAnnealingWarmRestarts
@@ -11,6 +12,8 @@ from torch.optim.lr_scheduler import MultiplicativeLR as MultiplicativeLR
 from torch.optim.lr_scheduler import MultiStepLR as MultiStepLR
 from torch.optim.lr_scheduler import OneCycleLR as OneCycleLR
 from torch.optim.lr_scheduler import PolynomialLR as PolynomialLR
+from torch.optim.lr_scheduler import ReduceLROnPlateau as ReduceLROnPlateau
+from torch.optim.lr_scheduler import SequentialLR as SequentialLR
 from torch.optim.lr_scheduler import StepLR as StepLR
 
 from twinkle_core.train.schedulers import Constant as Constant

@@ -715,10 +715,10 @@ class NoOptimizer(TwinkleError, RuntimeError):
 
 
 class NoTrainableParameters(TwinkleError, ValueError):
-    """An optimizer for nothing."""
+    """An optimizer, or a backward, for nothing."""
 
     def __init__(self, adapter: str) -> None:
-        super().__init__(f"{_whose(adapter)} has no trainable parameter, so there is nothing for an optimizer to train.")
+        super().__init__(f"{_whose(adapter)} has no trainable parameter, so there is nothing to train.")
 
 
 class BadOptimizer(TwinkleError, ValueError):
@@ -726,6 +726,29 @@ class BadOptimizer(TwinkleError, ValueError):
 
     def __init__(self, what: str, why: str) -> None:
         super().__init__(f"optimizer {what} can't be used: {why}")
+
+
+class NotInOptimizer(TwinkleError, RuntimeError):
+    """Parameters that became trainable after the optimizer was set: their gradients would pile up, and nothing would use them.
+
+    ``window``: how many backwards an open window holds, which made no gradients of them.
+    """
+
+    def __init__(self, adapter: str, names: Sequence[str], window: int = 0) -> None:
+        rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        listed = _listed(names[:3]) + rest
+        call = f"set_optimizer({_by_name(adapter)})"
+        if window:
+            super().__init__(
+                f"{listed} of {_whose(adapter)} became trainable inside a window: its {window} backward(s) made no gradients "
+                f"of them, so an optimizer set now would get wrong ones.\n"
+                f"    close the window with flush() or give it up with zero_grad(drop=True), then call {call}"
+            )
+            return
+        super().__init__(
+            f"{listed} of {_whose(adapter)} became trainable after its optimizer was set, which does not hold them.\n"
+            f"    call {call} again, add them to it (optimizer.add_param_group), or freeze them"
+        )
 
 
 class BadScheduler(TwinkleError, ValueError):
@@ -808,6 +831,30 @@ class NotDeclared(TwinkleError, TypeError):
             f"{loss} read outputs.{missing}, which was not computed: its needs are {_listed(sorted(needs))}{default}.\n"
             f"    declare what it reads {way}\n"
             f"    what failed: {type(cause).__name__}: {cause}"
+        )
+
+
+class BadNeeds(TwinkleError, TypeError):
+    """What a loss or metric declares to read is no set of names, or names what no model gives."""
+
+    @classmethod
+    def kind(cls, owner: str, needs: object) -> BadNeeds:
+        names = [needs] if isinstance(needs, str) else needs
+        words = names if isinstance(names, (list, tuple)) and all(isinstance(n, str) for n in names) else ["logps"]
+        wanted = "{" + ", ".join(repr(word) for word in words) + "}"
+        return cls(f"needs of {owner} is {needs!r} ({type(needs).__name__}); it must be a set of names: frozenset({wanted})")
+
+    @classmethod
+    def unknown(cls, owner: str, name: str, near: str | None, known: Iterable[str]) -> BadNeeds:
+        return cls(f"{owner} needs '{name}', which is no output of a model.{_meant(near)}\n    outputs: {_listed(known)}")
+
+
+class BadMetricResult(TwinkleError, TypeError):
+    """A metric that calculates something else than numbers by name."""
+
+    def __init__(self, metric: str, what: str) -> None:
+        super().__init__(
+            f"{metric}.calculate() returned {what}. It must return a dict of numbers by name, {{}} where there is none."
         )
 
 
@@ -982,6 +1029,14 @@ class CheckpointUnfit(TwinkleError, ValueError):
 # ---------------------------------------------------------------------------------------------------- backends
 
 
+class BadGeneration(TwinkleError, ValueError):
+    """Options of ``generate`` that the model's library refuses."""
+
+    def __init__(self, options: Mapping[str, Any], library_says: BaseException) -> None:
+        given = ", ".join(f"{key}={value!r}" for key, value in options.items()) or "the model's own settings"
+        super().__init__(f"generate({given}) can't be done: {library_says}")
+
+
 class Fp8Unavailable(TwinkleError, RuntimeError):
     """fp8 asked for where it can't run."""
 
@@ -1019,6 +1074,20 @@ class ModelNotLoaded(TwinkleError, OSError):
 
     def __init__(self, folder: object, library_says: str) -> None:
         super().__init__(f"the model in '{folder}' could not be loaded: {library_says}")
+
+    @classmethod
+    def incomplete(cls, folder: object, model: str, missing: Sequence[str], unexpected: Sequence[str]) -> ModelNotLoaded:
+        """Weights that are not in its files, or that the model has no place for."""
+        kinds = (("lack", missing, "which would be random numbers"), ("hold", unexpected, "which it has no place for"))
+        parts = [
+            f"its files {verb} {len(keys)} weight(s) of {model}'s body or output, {what}: {_listed(keys[:3])}"
+            f"{', ...' if len(keys) > 3 else ''}"
+            for verb, keys, what in kinds
+            if keys
+        ]
+        return cls(
+            folder, "; ".join(parts) + "\n    complete the folder, or give the model_cls or config that it was saved with"
+        )
 
 
 class HoldsAdapter(TwinkleError, ValueError):

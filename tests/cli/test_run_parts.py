@@ -5,11 +5,13 @@ from __future__ import annotations
 import builtins
 import signal
 import statistics
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from twinkle_core import errors
-from twinkle_core.cli import checkpoints, plot
+from twinkle_core.cli import checkpoints, plot, resume
 from twinkle_core.cli.interrupts import Interrupts
 
 
@@ -28,6 +30,19 @@ def test_plot_or_the_reason_why_not(tmp_path, monkeypatch):
     monkeypatch.setattr(builtins, "__import__", without)
     assert plot.draw(rows, tmp_path / "no.png", "t") == "matplotlib is not installed (pip install matplotlib)"
     assert not (tmp_path / "no.png").exists()
+
+
+@pytest.mark.parametrize(("adapter", "then"), [("default", "its values are compared"), ("", "all weights come")])
+def test_a_resumed_run_says_what_becomes_of_another_model(adapter, then):
+    """Where all weights were trained, nothing of the named model is left to compare."""
+    said = []
+    config = SimpleNamespace(model=SimpleNamespace(id="there/new"))
+    state = SimpleNamespace(engine={"model_id": "there/old"}, adapter_name=adapter)
+    resume._tell_model(config, Path("checkpoint-2"), state, said.append)
+    assert said[0].startswith(f"checkpoint-2 was trained from the model there/old, and there/new is given: {then}")
+    config.model.id = "there/old"
+    resume._tell_model(config, Path("checkpoint-2"), state, said.append)
+    assert len(said) == 1
 
 
 def test_the_plot_has_a_title_and_a_running_mean(tmp_path, monkeypatch):

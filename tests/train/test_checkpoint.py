@@ -15,6 +15,8 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from twinkle_core.errors import (
@@ -31,7 +33,8 @@ from twinkle_core.errors import (
 from twinkle_core.testing.adapters import ToyAdapters, ToyLinear
 from twinkle_core.testing.engines import ToyEngine, session_model
 from twinkle_core.testing.toys import TinyLM, TwoWords, random_rows, row
-from twinkle_core.train import checkpoint, folder, rng
+from twinkle_core.train import base_values, checkpoint, folder, rng
+from twinkle_core.train.single import SingleAdapter
 from twinkle_core.train.verbs import SessionModel
 
 BATCHES = [random_rows([3, 5, 2], seed=s) for s in range(8)]
@@ -430,6 +433,61 @@ def test_weights_of_another_kind_or_owner_are_refused(tmp_path):
     assert module.lora["a"]["B"].item() == 3.0
 
 
+def test_an_adapter_is_not_resumed_on_a_base_model_of_other_values(tmp_path, caplog):
+    """A sibling has the same names and shapes; it would go on from other activations, and nobody would know."""
+
+    def over(value):
+        module = ToyLinear()
+        module.weight.data.fill_(value)
+        model = SessionModel(ToyEngine(module), ToyAdapters(module))
+        model.set_loss("mse")
+        model.add_adapter_to_model("a", 1.0)
+        model.set_optimizer("sgd", lr=0.1, adapter_name="a")
+        return model
+
+    over(2.0 + 1e-6).save("c", tmp_path, save_optimizer=True)
+    for value in (2.0 + 1e-6, 2.0):  # itself, and itself in bf16
+        over(value).resume_from_checkpoint(tmp_path / "c")
+    assert not caplog.records
+    other = over(2.5)
+    before = {k: v.clone() for k, v in other.get_state_dict().items()}
+    with pytest.raises(CheckpointMismatch, match=r"the base model has other values .*resume_only_model=True"):
+        other.resume_from_checkpoint(tmp_path / "c")
+    assert all(torch.equal(v, before[k]) for k, v in other.get_state_dict().items())
+    for take in (
+        lambda: other.load("c", tmp_path),
+        lambda: other.resume_from_checkpoint(tmp_path / "c", resume_only_model=True),
+    ):
+        caplog.clear()
+        take()
+        assert "the base model has other values than the one that the adapter was trained on" in caplog.text
+
+
+@given(st.lists(st.floats(-1e4, 1e4, width=32), min_size=1, max_size=40))
+def test_a_sample_is_the_same_in_every_type_a_model_is_held_in(values):
+    def sample(dtype, change=0.0):
+        module = torch.nn.Linear(len(values), 1, bias=False)
+        with torch.no_grad():
+            module.weight.copy_(torch.tensor(values)[None] + change)
+        return base_values.sample(SingleAdapter(module.to(dtype)))
+
+    kinds = [sample(t) for t in (torch.float32, torch.bfloat16, torch.float16)]
+    assert all(base_values.same(a, b) for a in kinds for b in kinds)
+    assert not any(base_values.same(sample(torch.float32, 400.0), b) for b in kinds)
+
+
+def test_a_sample_sees_every_tensor_of_a_model_and_is_small():
+    module = torch.nn.ModuleList([torch.nn.Linear(64, 64) for _ in range(50)])
+    first = base_values.sample(SingleAdapter(module))
+    assert len(first) < 8 * base_values.SIZE
+    for parameter in module.parameters():
+        kept = parameter.data.clone()
+        parameter.data += 1e-3
+        assert not base_values.same(first, base_values.sample(SingleAdapter(module)))
+        parameter.data.copy_(kept)
+    assert base_values.same(first, base_values.sample(SingleAdapter(module)))
+
+
 def test_a_store_may_refuse_weights_that_mean_something_else(tmp_path):
     class Picky(ToyAdapters):
         def check_compatible(self, name, folder):
@@ -546,6 +604,33 @@ def test_saving_between_clip_and_step_is_refused(tmp_path):
         model.save("c", tmp_path, save_optimizer=True)
     assert list(tmp_path.iterdir()) == []
     model.save("c", tmp_path)
+
+
+def test_a_parameter_frozen_after_the_optimizer_was_set_is_saved_and_resumed(tmp_path):
+    """Its state and its gradient of an open window belong to the optimizer, which goes on using them."""
+
+    def frozen():
+        model = fresh()
+        run(model, BATCHES[:1])
+        model.engine.module.embed.weight.requires_grad_(False)
+        return model
+
+    model = frozen()
+    model.save("c", tmp_path, save_optimizer=True)
+    again = fresh(seed=1)
+    again.engine.module.embed.weight.requires_grad_(False)
+    with pytest.raises(CheckpointMismatch, match=r"embed\.weight"):
+        again.set_optimizer("adamw", lr=1e-2)
+        again.set_lr_scheduler("linear_warmup", num_training_steps=10)
+        again.resume_from_checkpoint(tmp_path / "c")
+    again = frozen()
+    again.resume_from_checkpoint(tmp_path / "c")
+    run(model, BATCHES[1:4])
+    rng.restore(load_file(tmp_path / "c" / "rng.safetensors"), json.loads((tmp_path / "c" / "rng.json").read_text()))
+    again.resume_from_checkpoint(tmp_path / "c")
+    run(again, BATCHES[1:4])
+    for key, tensor in model.get_state_dict().items():
+        assert torch.equal(tensor, again.get_state_dict()[key]), key
 
 
 def test_saving_between_step_and_lr_step_resumes_there(tmp_path):

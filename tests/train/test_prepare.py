@@ -231,6 +231,19 @@ def test_ids_that_are_none_are_refused(ids, text):
         session_model(TinyLM()).forward_only({"input_ids": ids})
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32])
+def test_ids_and_labels_of_few_bytes_train_as_whole_ones(dtype):
+    ids = torch.tensor([[3, 4, 5]])
+    whole = {"input_ids": ids, "labels": torch.tensor([[4, 5, 6]]), "attention_mask": torch.ones_like(ids)}
+    found = []
+    for batch in (whole, {**whole, "input_ids": ids.to(dtype), "labels": whole["labels"].to(dtype)}):
+        torch.manual_seed(0)
+        model = session_model(TinyLM())
+        found.append(float(model.forward_backward(batch)))
+        model.forward_only(batch)
+    assert found[0] == found[1] and batch["input_ids"].dtype == dtype, "the caller's batch is not changed"
+
+
 def test_rows_of_two_kinds_and_labels_of_text_are_told():
     model = session_model(TinyLM())
     conversation = {"messages": [{"role": "user", "content": "hello"}]}

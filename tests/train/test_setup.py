@@ -6,6 +6,7 @@ import json
 import logging
 import math
 
+import numpy
 import pytest
 import torch
 from torch.optim import lr_scheduler
@@ -14,10 +15,13 @@ from twinkle_core.contracts.loss import Loss
 from twinkle_core.errors import (
     AlreadyBuilt,
     BadArgument,
+    BadMetricResult,
+    BadNeeds,
     BadOptimizer,
     BadScheduler,
     NoOptimizer,
     NotA,
+    NotInOptimizer,
     NoTrainableParameters,
     ReservedArgument,
     UnknownName,
@@ -25,6 +29,7 @@ from twinkle_core.errors import (
     WrongArgument,
 )
 from twinkle_core.losses.cross_entropy import CrossEntropyLoss
+from twinkle_core.metrics.accuracy import AccuracyMetric
 from twinkle_core.testing.engines import session_model
 from twinkle_core.testing.toys import TinyLM, random_rows
 from twinkle_core.train import optim
@@ -167,6 +172,54 @@ def test_what_an_optimizer_leaves_out_is_told_and_never_enters_a_later_window(mo
     model.zero_grad()
     model.forward_backward(ROWS, gradient_accumulation_steps=1)
     assert model.clip_grad_norm(math.inf) == pytest.approx(norm)
+
+
+def test_what_is_unfrozen_after_the_optimizer_was_set_is_told_before_gradients_are_made(model):
+    embed = model.engine.module.embed.weight
+    embed.requires_grad_(False)
+    model.set_optimizer("sgd", lr=0.1)
+    model.forward_backward(ROWS)
+    model.clip_grad_and_step()
+    embed.requires_grad_(True)
+    for verb in (lambda: model.forward_backward(ROWS), lambda: (model.forward(ROWS), model.backward())):
+        with pytest.raises(NotInOptimizer, match=r"^embed.weight of the base model became trainable"):
+            verb()
+        assert all(p.grad is None for p in model.engine.module.parameters()) and not model.sessions[""].window.open
+    model.sessions[""].optimizer.add_param_group({"params": [embed]})
+    model.forward_backward(ROWS)
+    assert embed.grad is not None
+    model.clip_grad_and_step()
+    assert embed.grad is None
+
+
+def test_what_is_unfrozen_inside_a_window_waits_for_the_next_one(model):
+    """The window's gradients of it would lack the backwards before, and be divided by the weight of all."""
+    embed = model.engine.module.embed.weight
+    embed.requires_grad_(False)
+    model.set_optimizer("sgd", lr=0.0)
+    model.forward_backward(ROWS, gradient_accumulation_steps=2)
+    embed.requires_grad_(True)
+    before = model.sessions[""].optimizer
+    with pytest.raises(NotInOptimizer, match=r"inside a window: its 1 backward"):
+        model.set_optimizer("sgd", lr=0.0)
+    assert model.sessions[""].optimizer is before
+    model.zero_grad(drop=True)
+    model.set_optimizer("sgd", lr=0.0)
+    for _ in range(2):
+        model.forward_backward(ROWS)
+    norm = model.clip_grad_norm(math.inf)
+    model.zero_grad()
+    model.forward_backward(ROWS, gradient_accumulation_steps=1)
+    assert model.clip_grad_norm(math.inf) == pytest.approx(norm)
+
+
+def test_a_backward_for_nothing_is_told(model):
+    model.engine.module.requires_grad_(False)
+    with pytest.raises(NoTrainableParameters, match="nothing to train"):
+        model.forward_backward(ROWS)
+    model.forward(ROWS)
+    with pytest.raises(NoTrainableParameters, match="nothing to train"):
+        model.backward()
 
 
 @pytest.mark.parametrize(
@@ -312,6 +365,39 @@ def test_formulas_of_the_schedules():
     assert curve("cosine_warmup", num_warmup_steps=2, num_training_steps=6, min_lr_ratio=0.1) == pytest.approx(cosine)
 
 
+@pytest.mark.parametrize("name", ["reduce_lr_on_plateau", "ReduceLROnPlateau", lr_scheduler.ReduceLROnPlateau])
+def test_a_schedule_that_measures_is_told(model, name):
+    model.set_optimizer("sgd", lr=0.1)
+    with pytest.raises(BadScheduler, match=r"ReduceLROnPlateau can't be used: its step\(\) needs 'metrics'.*yourself"):
+        model.set_lr_scheduler(name)
+    with pytest.raises(BadScheduler, match="its step"):
+        model.set_lr_scheduler(lr_scheduler.ReduceLROnPlateau(model.sessions[""].optimizer))
+    assert model.sessions[""].scheduler is None
+
+
+@pytest.mark.parametrize("name", ["SequentialLR", "ChainedScheduler"])
+def test_a_schedule_made_of_others_is_given_as_an_object(model, name, tmp_path):
+    model.set_optimizer("sgd", lr=0.1)
+    with pytest.raises(BadScheduler, match=rf"it is made of other schedulers.*set_lr_scheduler\({name}\("):
+        model.set_lr_scheduler(name)
+
+    def fresh():
+        made = session_model(TinyLM())
+        optimizer = torch.optim.SGD(made.engine.module.parameters(), lr=0.1)
+        parts = [lr_scheduler.ConstantLR(optimizer, 0.5, 2), lr_scheduler.ExponentialLR(optimizer, 0.9)]
+        made.set_optimizer(optimizer)
+        more = {"optimizer": optimizer, "milestones": [2]} if name == "SequentialLR" else {}
+        made.set_lr_scheduler(getattr(lr_scheduler, name)(schedulers=parts, **more))
+        return made
+
+    whole, first, second = fresh(), fresh(), fresh()
+    expected = rates(whole, 6)
+    found = rates(first, 3)
+    first.save("c", tmp_path, save_optimizer=True)
+    second.resume_from_checkpoint(tmp_path / "c")
+    assert [*found, *rates(second, 3)] == pytest.approx(expected)
+
+
 def test_a_schedule_needs_an_optimizer_and_its_own(model):
     with pytest.raises(NoOptimizer, match="set_lr_scheduler"):
         model.set_lr_scheduler("constant")
@@ -351,6 +437,60 @@ def test_a_call_that_failed_is_in_no_metric(model):
     loss = float(model.forward_backward(ROWS, micro_batch_size=1))
     numbers = model.calculate_metric()
     assert numbers["loss"] == pytest.approx(loss) and "accuracy" in numbers
+
+
+@pytest.mark.parametrize(
+    ("needs", "text"),
+    [
+        (["logits"], r"needs of Mine is \['logits'\] \(list\); it must be a set of names: frozenset\(\{'logits'\}\)"),
+        ("logps", r"needs of Mine is 'logps' \(str\); .*frozenset\(\{'logps'\}\)"),
+        ({"logprobs"}, "Mine needs 'logprobs', which is no output of a model. Did you mean 'logps'"),
+    ],
+)
+def test_needs_that_are_none_are_told_when_they_are_given(model, needs, text):
+    declared = needs
+
+    class Mine(CrossEntropyLoss):
+        needs = declared
+
+    with pytest.raises(BadNeeds, match=text):
+        model.set_loss(Mine)
+
+    class Mine(AccuracyMetric):
+        needs = declared
+
+    with pytest.raises(BadNeeds, match=text):
+        model.add_metric(Mine)
+    assert model.sessions[""].loss is None and model.sessions[""].metrics == {True: [], False: []}
+    if isinstance(needs, list):
+        return  # a function may give a list
+
+    def mine(inputs, outputs):
+        return outputs.logits.sum()
+
+    mine.needs, mine.__name__ = needs, "Mine"
+    with pytest.raises(BadNeeds, match=text):
+        model.set_loss(mine)
+
+
+@pytest.mark.parametrize(("result", "what"), [(None, "NoneType"), ({"a": "3"}, "'a': '3'"), ({3: 1.0}, "3: 1.0")])
+def test_a_metric_that_gives_no_numbers_is_told(model, result, what):
+    class Mine(AccuracyMetric):
+        def calculate(self):
+            return result
+
+    model.add_metric(Mine)
+    with pytest.raises(BadMetricResult, match=rf"Mine.calculate\(\) returned {what}"):
+        model.calculate_metric()
+
+
+def test_a_metric_may_give_tensors_of_one_number(model):
+    class Mine(AccuracyMetric):
+        def calculate(self):
+            return {"a": torch.tensor(0.5), "b": numpy.float32(2)}
+
+    model.add_metric(Mine)
+    assert model.calculate_metric() == {"a": 0.5, "b": 2.0}
 
 
 def test_a_metric_added_after_the_forward_leaves_it_out(model, caplog):

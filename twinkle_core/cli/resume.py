@@ -31,7 +31,7 @@ class Start:
 def look(plan: sft_plan.Plan, folder: Path, say: Callable[[str], None]) -> Start:
     """Check all that the folder tells, and say which values of the configuration the checkpoint overrules.
 
-    The base model's own parameters tell only when it is loaded whether they are those of the checkpoint.
+    The base model's own values tell only when it is loaded whether they are those that the adapter was trained on.
 
     Raises:
         CheckpointNotFound, CheckpointDamaged: a file is missing, cut short or changed. CheckpointMismatch: weights alone,
@@ -83,10 +83,11 @@ def _check_adapter(config: TrainConfig, folder: Path, state: TrainerState) -> No
 
 
 def _tell_model(config: TrainConfig, folder: Path, state: TrainerState, say: Callable[[str], None]) -> None:
-    """Another name can be the same model, so it is no fault."""
+    """Another name can be the same model, so it is no fault yet; where all weights were trained, the checkpoint has them."""
     before, now = state.engine.get("model_id"), config.model.id
     if isinstance(before, str) and now not in (before, quickstart_model.DEFAULT, quickstart_model.TOY):
-        say(f"{folder.name} was trained from the model {before}, and {now} is given: parameters are compared when it is loaded")
+        then = "its values are compared when it is loaded" if state.adapter_name else "all weights come from the checkpoint"
+        say(f"{folder.name} was trained from the model {before}, and {now} is given: {then}")
 
 
 def _check_class(part: str, folder: Path, saved: str | None, live: Any) -> None:

@@ -159,6 +159,10 @@ def _stand_in(kind: str, name: str, resolved: Any, given: Mapping[str, Any], tot
         return stand_in_optimizer(resolved, given)
     import torch
 
+    from twinkle_core.train import schedulers
+
+    schedulers.check_usable(resolved)
+    schedulers.check_makeable(resolved, given)
     over = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2, 2))], lr=1.0)
     return resolved(over, **with_lengths(resolved, given, total))
 

@@ -38,7 +38,7 @@ from twinkle_core.errors import (
     WindowNotStepped,
 )
 from twinkle_core.log import get_logger
-from twinkle_core.train import differences, optim, rng
+from twinkle_core.train import base_values, differences, optim, rng
 from twinkle_core.train.folder import STATE_FILE, recover, sha256
 from twinkle_core.train.plain import from_plain, to_plain
 from twinkle_core.train.session import Session
@@ -92,6 +92,7 @@ class TrainerState(BaseModel):
     engine: dict[str, Any]
     mesh: str
     fingerprint: str
+    base_sample: str | None = None  # of an adapter's base model, which the checkpoint does not hold
     plugins: list[dict[str, str]]
     files: dict[str, FileEntry]
 
@@ -146,16 +147,14 @@ def gather(model: Sessions, session: Session) -> Parts:
         why = f"its gradients lie apart on {model.engine.mesh.world_size} ranks; save after an update, or flush() first"
         raise CheckpointUnfit("an accumulation window that is open", why)
     if optimizer is not None:
-        parameters = model.adapters.parameters(session.name)
+        parameters = model._named(session)
         parts.tensors["optimizer"], parts.data["optimizer"] = optim.state_by_name(optimizer, parameters)
         if session.scheduler is not None:
             name = type(session.scheduler).__name__
             state = to_plain(session.scheduler.state_dict(), f"the state of scheduler {name}")
             parts.data["scheduler"] = {"class": name, "state": state}
     if window.open:
-        parts.tensors["gradients"] = {
-            k: p.grad for k, p in model.adapters.parameters(session.name).items() if p.grad is not None
-        }
+        parts.tensors["gradients"] = {k: p.grad for k, p in model._named(session).items() if p.grad is not None}
     state = model.engine.state_dict()
     tensors = {k: v for k, v in state.items() if isinstance(v, torch.Tensor)}
     plain = {k: v for k, v in state.items() if k not in tensors}
@@ -190,6 +189,7 @@ def write(model: Sessions, session: Session, folder: Path, parts: Parts | None, 
         engine=_described(model.engine.describe()),
         mesh=repr(model.engine.mesh),
         fingerprint=fingerprint(model.adapters, session.name),
+        base_sample=base_values.sample(model.adapters) if session.name != BASE else None,
         plugins=registry.snapshot(),
         files={name: FileEntry(size=p.stat().st_size, sha256=sha256(p)) for name, p in files.items()},
     )
@@ -322,7 +322,7 @@ def read(model: Sessions, session: Session, folder: Path, state: TrainerState) -
         CheckpointMismatch: another model, optimizer or scheduler.
     """
     loaded = Loaded(state)
-    parameters = model.adapters.parameters(session.name)
+    parameters = model._named(session)
     source = str(folder / "optimizer.json")
     _same("optimizer", source, state.optimizer, session.optimizer, "set_optimizer")
     _same("scheduler", str(folder / "scheduler.json"), state.scheduler, session.scheduler, "set_lr_scheduler")
@@ -389,7 +389,7 @@ def apply(model: Sessions, session: Session, loaded: Loaded) -> None:
         session.scheduler.load_state_dict(loaded.scheduler)
     model.engine.load_state_dict(loaded.engine)
     rescale = model.engine.loss_scale() / state.gradient_scale  # 1 unless the precision is another
-    for name, parameter in model.adapters.parameters(session.name).items():
+    for name, parameter in model._named(session).items():
         gradient = loaded.gradients.get(name)
         parameter.grad = None if gradient is None else gradient.to(parameter.device, parameter.dtype)
         if parameter.grad is not None and rescale != 1:

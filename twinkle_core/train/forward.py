@@ -13,9 +13,9 @@ from twinkle_core.contracts.adapters import BASE
 from twinkle_core.contracts.engine import GENERATE, Batch
 from twinkle_core.contracts.metric import Metric
 from twinkle_core.contracts.model import Inputs
-from twinkle_core.errors import EmptyBatch, NoForward, NoTemplate, NotInForward, Unsupported
+from twinkle_core.errors import EmptyBatch, NoForward, NoTemplate, NotInForward, NoTrainableParameters, Unsupported
 from twinkle_core.log import get_logger
-from twinkle_core.train import limits, losses, micro, normalise
+from twinkle_core.train import limits, losses, micro, normalise, optim
 from twinkle_core.train.prepare import count_rows
 from twinkle_core.train.session import Pending, Session
 from twinkle_core.train.sessions import Sessions, one_at_a_time
@@ -145,7 +145,8 @@ class ForwardVerbs(Sessions):
         """Gradients of the last training forward; its loss is computed if ``calculate_loss`` was not called. Counts one.
 
         Raises:
-            NoForward: there is none, or its backward is done. NotInForward, WindowNotStepped, BadLossResult.
+            NoForward: there is none, or its backward is done. NotInForward, WindowNotStepped, NoTrainableParameters,
+            NotInOptimizer, BadLossResult.
         """
         session = self._session(adapter_name)
         self._must_split("backward")
@@ -153,6 +154,7 @@ class ForwardVerbs(Sessions):
         if not waiting:
             raise NoForward("backward", session.name)
         session.window.check_backward()
+        self._check_trained(session)
         (part,) = waiting
         self._losses_of(session, waiting, {})
         assert part.loss is not None
@@ -163,6 +165,7 @@ class ForwardVerbs(Sessions):
                 self.engine.backward(part.loss.sum, sync=session.window.due_after_next())
                 session.window.add(losses.detached(part.loss).weight)
         del session.pending[True]
+        session.pending.pop(False, None)  # an evaluation before it is not the last forward any more
         session.last_loss = normalise.mean_of(part.loss)
         self._measure(session.metrics[True], part.batch, part.output, part.loss)
 
@@ -193,9 +196,10 @@ class ForwardVerbs(Sessions):
             labelled.
 
         Raises:
-            LabelsMissing, NoTemplate, EmptyBatch, BadInputs, BadArgument, WrongArgument, WindowSizeChanged, WindowNotStepped:
-            nothing was changed. What a loss or model raises leaves the window as it was if no backward had run; otherwise the
-            window's gradients are dropped, and a note on the exception says so. Metrics learn of a call that succeeded only.
+            LabelsMissing, NoTemplate, EmptyBatch, BadInputs, BadArgument, WrongArgument, WindowSizeChanged, WindowNotStepped,
+            NoTrainableParameters, NotInOptimizer: nothing was changed. What a loss or model raises leaves the window as it was
+            if no backward had run; otherwise the window's gradients are dropped, and a note on the exception says so. Metrics
+            learn of a call that succeeded only.
         """
         limits.check_temperature(temperature)
         session = self._session(adapter_name)
@@ -205,6 +209,7 @@ class ForwardVerbs(Sessions):
         losses.check_labels(loss, rows)
         session.window.check_size(gradient_accumulation_steps)
         session.window.check_backward()
+        self._check_trained(session)
         batches = self.engine.prepare(self._resolved(session), rows, micro_batch_size=micro_batch_size, loss_args=loss_args)
         session.window.resize(gradient_accumulation_steps)
         needs = losses.engine_needs(loss, session.metrics[True])
@@ -283,19 +288,26 @@ class ForwardVerbs(Sessions):
             with self.adapters.activate(part.active), self.engine.mode(part.train):
                 part.loss = losses.call(loss, batch, part.output, train=part.train and not part.batch.dummy)
 
+    def _check_trained(self, session: Session) -> None:
+        """Raise if a backward would make no gradient, or one that the session's optimizer has never heard of."""
+        parameters = self.adapters.parameters(session.name)
+        if not parameters:
+            raise NoTrainableParameters(session.name)
+        if session.optimizer is not None:
+            optim.check_knows(session.name, session.optimizer, parameters, session.named)
+
     def _begin(self, session: Session) -> None:
         """Begin a window if the last one is finished; it starts with no gradient left."""
         if session.window.begin():
             self._clear(session)
 
     def _clear(self, session: Session) -> None:
-        """Drop a session's gradients, also those that its optimizer knows nothing of."""
+        """Drop a session's gradients, also those that its optimizer leaves out."""
         if session.optimizer is not None:
             self.engine.zero_grad(session.optimizer)
-            for parameter in session.untrained:
-                parameter.grad = None
-            return
-        for parameter in self.adapters.parameters(session.name).values():
+        # with an optimizer, ``_check_trained`` lets no other parameter get a gradient
+        parameters = self.adapters.parameters(session.name) if session.optimizer is None else session.named
+        for parameter in parameters.values():
             parameter.grad = None
 
     @contextmanager

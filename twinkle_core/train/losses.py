@@ -13,7 +13,8 @@ from twinkle_core import arguments
 from twinkle_core.contracts.engine import Batch
 from twinkle_core.contracts.loss import Loss
 from twinkle_core.contracts.metric import Metric
-from twinkle_core.errors import BadLossResult, LabelsMissing, NotDeclared, TwinkleError
+from twinkle_core.errors import BadLossResult, BadNeeds, LabelsMissing, NotDeclared, TwinkleError
+from twinkle_core.names import closest
 from twinkle_core.train import normalise
 from twinkle_core.train.limits import is_number
 from twinkle_core.types import InputFeature, LossOutput, ModelOutput
@@ -24,6 +25,10 @@ FROM_LABELS = frozenset({"logps", "entropies", "predictions"})
 OF_CORE = frozenset({"loss", "num_items", "loss_metrics", "labels"})
 #: outputs that a loss may declare
 NEEDED = frozenset(ModelOutput.KEYS) - OF_CORE - {"output_layer"}
+#: what ``needs`` may name: outputs, and what comes with them
+READABLE = NEEDED | {"labels", "output_layer"}
+#: the needs of a function that declares none
+BY_DEFAULT = frozenset({"logits"})
 
 
 class FunctionLoss(Loss):
@@ -35,7 +40,8 @@ class FunctionLoss(Loss):
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
-        self.needs = frozenset(getattr(function, "needs", {"logits"}))  # type: ignore[misc]
+        needs = getattr(function, "needs", BY_DEFAULT)
+        self.needs = frozenset(needs) if isinstance(needs, (list, tuple)) else needs  # type: ignore[misc]
         self.scope = getattr(function, "scope", "batch")  # type: ignore[misc]
         self.token_local = bool(getattr(function, "token_local", False))  # type: ignore[misc]
         self.__name__ = getattr(function, "__name__", type(function).__name__)
@@ -91,6 +97,14 @@ def _target(loss: Loss) -> Callable[..., Any]:
 def check_args(loss: Loss, loss_args: Mapping[str, Any]) -> None:
     """Raise WrongArgument or MissingArgument before anything runs."""
     arguments.check(_target(loss), loss_args, name_of(loss), positional=2, complete=True)
+
+
+def check_needs(owner: str, needs: Any, known: frozenset[str]) -> None:
+    """Raise BadNeeds unless a loss or metric declares a set of names that there are."""
+    if not isinstance(needs, (set, frozenset)) or not all(isinstance(name, str) for name in needs):
+        raise BadNeeds.kind(owner, needs)
+    for name in sorted(needs - known):
+        raise BadNeeds.unknown(owner, name, closest(name, known), sorted(known))
 
 
 def complete_without_args(loss: Loss) -> bool:

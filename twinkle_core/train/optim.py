@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from twinkle_core import arguments
-from twinkle_core.errors import BadArgument, BadOptimizer, CheckpointMismatch, NoTrainableParameters
+from twinkle_core.errors import BadArgument, BadOptimizer, CheckpointMismatch, NotInOptimizer, NoTrainableParameters
 from twinkle_core.train.limits import A_TEXT, is_number, number_texts
 from twinkle_core.train.plain import from_plain, to_plain
 
@@ -100,6 +100,32 @@ def check_covers(optimizer: torch.optim.Optimizer, parameters: Mapping[str, torc
             type(optimizer).__name__,
             f"{foreign} of its parameters are not trainable parameters of this adapter (give the class instead of an instance)",
         )
+
+
+def check_knows(
+    adapter: str,
+    optimizer: torch.optim.Optimizer,
+    parameters: Mapping[str, torch.nn.Parameter],
+    named: Mapping[str, torch.nn.Parameter],
+) -> None:
+    """Raise NotInOptimizer if something is trainable that was not when the optimizer was set, and has not been added to it.
+
+    Args:
+        parameters: what is trainable now. ``named``: what was when the optimizer was set (what that left out was told then).
+    """
+    told = {id(p) for p in named.values()}
+    fresh = {name: p for name, p in parameters.items() if id(p) not in told}
+    if fresh and (unknown := left_out(optimizer, fresh)):
+        raise NotInOptimizer(adapter, list(unknown))
+
+
+def check_same(
+    adapter: str, parameters: Mapping[str, torch.nn.Parameter], named: Mapping[str, torch.nn.Parameter], count: int
+) -> None:
+    """Raise NotInOptimizer if an open window of ``count`` backwards began before one of the parameters was trained."""
+    told = {id(p) for p in named.values()}
+    if fresh := [name for name, p in parameters.items() if id(p) not in told]:
+        raise NotInOptimizer(adapter, fresh, window=count)
 
 
 def left_out(optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.nn.Parameter]) -> dict[str, torch.nn.Parameter]:

@@ -90,6 +90,17 @@ def check_batch(batch: Mapping[str, Any], loss: Loss | None) -> None:
         )
 
 
+def with_wide_ids(batch: InputFeature) -> InputFeature:
+    """Ids and labels in a type that tables can be read with: someone who collates by himself may keep ids of few values in few
+    bytes. The caller's batch is not changed."""
+    narrow = {
+        key: value.long()
+        for key in ("input_ids", "labels")
+        if isinstance(value := batch.get(key), torch.Tensor) and _is_whole(value) and value.dtype != torch.int64
+    }
+    return {**batch, **narrow} if narrow else batch  # type: ignore[typeddict-item]
+
+
 def _is_whole(x: torch.Tensor) -> bool:
     return not x.is_floating_point() and not x.is_complex() and x.dtype != torch.bool
 
@@ -139,6 +150,7 @@ def prepare(
         else:
             inputs = processor.collate(rows[cut.start : cut.stop])
         check_batch(inputs, loss)
+        inputs = with_wide_ids(inputs)
         batches.append(Batch(to_device(inputs, device), cut, micro.cut_args(args, cut, count, device)))
     like = None if isinstance(rows, Mapping) or not rows else rows[0]
     for _ in range(len(batches), at_least):

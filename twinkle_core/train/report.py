@@ -2,15 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from twinkle_core import registry
 from twinkle_core.contracts.adapters import BASE
+from twinkle_core.errors import BadMetricResult
 from twinkle_core.train import losses
+from twinkle_core.train.limits import is_number
 from twinkle_core.train.session import Session
 
 if TYPE_CHECKING:
     from twinkle_core.train.sessions import Sessions
+
+
+def numbers_of(metric: str, result: Any) -> dict[str, float]:
+    """What a metric calculated, checked: numbers (a tensor of one element counts as one) by name.
+
+    Raises:
+        BadMetricResult
+    """
+    if not isinstance(result, Mapping):
+        raise BadMetricResult(metric, f"{type(result).__name__}")
+    found: dict[str, float] = {}
+    for key, value in result.items():
+        number = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+        if not isinstance(key, str) or not is_number(number):
+            raise BadMetricResult(metric, f"{key!r}: {value!r}")
+        found[key] = number
+    return found
 
 
 def _count(tensors: Any) -> int:

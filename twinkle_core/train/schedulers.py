@@ -6,6 +6,7 @@ Each is a closed form of the number of updates, so its state is a few numbers: s
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 import warnings
 from abc import ABC, abstractmethod
@@ -13,7 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
+from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
 from twinkle_core.errors import BadScheduler
@@ -22,6 +23,33 @@ from twinkle_core.train.optim import described
 
 #: what a scheduler raises for arguments that it can't count with
 _REFUSALS = (TypeError, ValueError, ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError)
+
+
+#: schedulers that are made of others over one optimizer, so that neither a name nor a class with arguments is enough
+_OF_OTHERS = (lr_scheduler.ChainedScheduler, lr_scheduler.SequentialLR)
+
+
+def check_usable(spec: Any) -> None:
+    """Raise BadScheduler for one that a window can't step, whatever it is made of; ``spec``: a class, function or object."""
+    cls = spec if inspect.isclass(spec) else type(spec)
+    name = cls.__name__
+    step = inspect.signature(cls.step) if hasattr(cls, "step") else inspect.Signature()
+    positional = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.KEYWORD_ONLY)
+    asked = [p.name for p in list(step.parameters.values())[1:] if p.default is p.empty and p.kind in positional]
+    if asked:
+        why = f"its step() needs {', '.join(map(repr, asked))}, and a schedule here is stepped by the count of updates alone"
+        way = "take 'cosine_warmup' or 'linear_warmup', or make it over your optimizer, don't set it, and step it yourself"
+        raise BadScheduler(name, f"{why}; {way}")
+
+
+def check_makeable(spec: Any, kwargs: Mapping[str, Any]) -> None:
+    """Raise BadScheduler for a class that is made of other schedulers, unless they are given."""
+    if spec in _OF_OTHERS and (spec is lr_scheduler.ChainedScheduler or not kwargs.get("schedulers")):
+        raise BadScheduler(
+            spec.__name__,
+            "it is made of other schedulers over one optimizer, which a name or class can't give; make the optimizer and it, "
+            f"then set_optimizer(optimizer) and set_lr_scheduler({spec.__name__}(...))",
+        )
 
 
 def rehearse(spec: Callable[..., Any], optimizer: Optimizer, kwargs: Mapping[str, Any]) -> None:

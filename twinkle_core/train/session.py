@@ -45,7 +45,7 @@ class Session:
     template: Template | None = None
     processor: Processor | None = None
     optimizer: torch.optim.Optimizer | None = None
-    untrained: list[torch.nn.Parameter] = field(default_factory=list)  # trainable, and left out of the optimizer
+    named: dict[str, torch.nn.Parameter] = field(default_factory=dict)  # what was trainable when the optimizer was set
     scheduler: Any = None
     metrics: dict[bool, list[Metric]] = field(default_factory=lambda: {True: [], False: []})
     window: AccumulationWindow = field(default_factory=AccumulationWindow)

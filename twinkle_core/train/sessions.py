@@ -28,6 +28,8 @@ from twinkle_core.train.prepare import Rows, as_rows
 from twinkle_core.train.session import Session
 
 if TYPE_CHECKING:
+    import torch
+
     from twinkle_core.contracts.patch import Patch
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -106,6 +108,10 @@ class Sessions:
 
             loss = self.sessions[BASE].loss = CrossEntropyLoss()
         return loss  # type: ignore[no-any-return]
+
+    def _named(self, session: Session) -> dict[str, torch.nn.Parameter]:
+        """The parameters that a session trains, by name: also one that was frozen after its optimizer was set."""
+        return {**session.named, **self.adapters.parameters(session.name)}
 
     def _resolved(self, session: Session) -> Session:
         """What an engine's ``prepare`` sees: a view of the session in which nothing falls back any more."""

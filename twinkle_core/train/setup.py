@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -24,7 +25,7 @@ from twinkle_core.errors import (
     WindowNotStepped,
 )
 from twinkle_core.log import get_logger
-from twinkle_core.train import losses, optim, report, schedulers
+from twinkle_core.train import base_values, checkpoint, folder, losses, optim, report, schedulers
 from twinkle_core.train.session import Session
 from twinkle_core.train.sessions import Sessions, one_at_a_time
 
@@ -45,12 +46,17 @@ class SetupVerbs(Sessions):
 
         Args:
             kwargs: for its constructor; checked here, not at the first step.
+
+        Raises:
+            WrongArgument, NotA. BadNeeds: it declares to read what no model gives.
         """
         session = self._session(adapter_name)
         spec = registry.resolve("loss", loss_cls)
         plain = callable(spec) and not inspect.isclass(spec) and not isinstance(spec, Loss)
         built = registry.build("loss", spec if plain else loss_cls, kwargs, contract=None if plain else Loss)
-        session.loss = losses.FunctionLoss(built) if plain else built
+        loss = losses.FunctionLoss(built) if plain else built
+        losses.check_needs(losses.name_of(loss), loss.needs, losses.READABLE)
+        session.loss = loss
         for waiting in session.pending.values():
             for part in waiting:
                 part.loss = None
@@ -64,13 +70,16 @@ class SetupVerbs(Sessions):
             kwargs: for it. Defaults: lr 1e-5, weight_decay 0.01, none on biases and norms.
 
         Raises:
-            WrongArgument, BadArgument, NoTrainableParameters, BadOptimizer.
+            WrongArgument, BadArgument, NoTrainableParameters, BadOptimizer. NotInOptimizer: a window is open, and its gradients
+            lack a parameter that has been unfrozen since.
         """
         session = self._session(adapter_name)
         if session.window.normalised and not session.window.finished:
             raise WindowNotStepped(session.window.count)
         spec = registry.resolve("optimizer", optimizer_cls)
         parameters = self.adapters.parameters(session.name)
+        if session.window.open and session.optimizer is not None:
+            optim.check_same(session.name, parameters, session.named, session.window.count)
         if callable(spec) and not hasattr(spec, "param_groups"):
             optim.check_kwargs(spec, kwargs)
             if not parameters:
@@ -85,9 +94,8 @@ class SetupVerbs(Sessions):
         if session.scheduler is not None:
             get_logger().warning("the scheduler belonged to the optimizer before; call set_lr_scheduler again")
             session.scheduler = None
-        session.optimizer = built
+        session.optimizer, session.named = built, dict(parameters)
         left = optim.left_out(built, parameters)
-        session.untrained = list(left.values())
         if left:
             names = ", ".join(list(left)[:3]) + (", ..." if len(left) > 3 else "")
             text = "%d trainable parameter(s) are not in the optimizer and stay as they are: %s"
@@ -107,7 +115,9 @@ class SetupVerbs(Sessions):
         if session.optimizer is None:
             raise NoOptimizer("set_lr_scheduler", session.name, self.sessions[BASE].optimizer is not None)
         spec = registry.resolve("scheduler", scheduler_cls)
+        schedulers.check_usable(spec)
         if inspect.isclass(spec) or (callable(spec) and not hasattr(spec, "get_last_lr")):
+            schedulers.check_makeable(spec, kwargs)
             arguments.check(spec, kwargs, positional=1, complete=True)
             schedulers.rehearse(spec, session.optimizer, kwargs)
             session.scheduler = spec(session.optimizer, **kwargs)
@@ -143,11 +153,15 @@ class SetupVerbs(Sessions):
 
         Args:
             is_training: True: of training calls; False: of ``forward_only``; None: one for each (of an instance, a copy).
+
+        Raises:
+            BadArgument, WrongArgument, NotA. BadNeeds: it declares to read what no model gives.
         """
         if is_training is not None and not isinstance(is_training, bool):
             raise BadArgument("is_training", is_training, "True, False or None")
         session = self._session(adapter_name)
         metric: Metric = registry.build("metric", metric_cls, kwargs, contract=Metric)
+        losses.check_needs(type(metric).__name__, metric.needs, losses.READABLE | losses.OF_CORE)
         if is_training is not False:
             session.metrics[True].append(metric)
         if is_training is not True:
@@ -155,7 +169,11 @@ class SetupVerbs(Sessions):
 
     @one_at_a_time
     def calculate_metric(self, is_training: bool = True, *, adapter_name: str | None = None) -> dict[str, float]:
-        """Numbers of all metrics of a mode: states are reduced over data ranks, computed, and reset."""
+        """Numbers of all metrics of a mode: states are reduced over data ranks, computed, and reset.
+
+        Raises:
+            BadMetricResult: a metric gave something else than numbers by name.
+        """
         if not isinstance(is_training, bool):
             raise BadArgument("is_training", is_training, "True (training) or False (evaluation)")
         session = self._session(adapter_name)
@@ -165,7 +183,7 @@ class SetupVerbs(Sessions):
             metric.reset()
             for state in states:
                 metric.merge(state)
-            numbers |= metric.calculate()
+            numbers |= report.numbers_of(type(metric).__name__, metric.calculate())
             metric.reset()
         seen = MappingProxyType(dict(numbers))  # what a listener does to it is not the caller's, nor the other way round
         plugins.hooks().twinkle_metrics_logged(step=session.cur_step, metrics=seen, session=session, is_training=is_training)
@@ -195,6 +213,10 @@ class SetupVerbs(Sessions):
         session.window.resize(gradient_accumulation_steps)
         self.adapters.acquire(adapter_name, config_or_dir)
         self.sessions[adapter_name] = session
+        if isinstance(config_or_dir, (str, Path)) and (Path(config_or_dir) / folder.STATE_FILE).is_file():
+            state = checkpoint.read_state(Path(config_or_dir), hashes=False)
+            assert state is not None
+            base_values.check(self, session, state, Path(config_or_dir), strict=False)
 
     @one_at_a_time
     def remove_adapter(self, adapter_name: str) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from twinkle_core import plugins
 from twinkle_core.errors import BadArgument, CheckpointMismatch, CheckpointNotWritten
-from twinkle_core.train import checkpoint, folder, limits
+from twinkle_core.train import base_values, checkpoint, folder, limits
 from twinkle_core.train.session import Session
 from twinkle_core.train.sessions import Sessions, one_at_a_time
 
@@ -74,7 +74,8 @@ class StorageVerbs(Sessions):
             ``{'cur_step', 'consumed_train_samples', 'gradient_accumulation_steps'}``; zeros and None for a plain folder.
 
         Raises:
-            BadCheckpointName, CheckpointNotFound, CheckpointDamaged, CheckpointMismatch: nothing was changed.
+            BadCheckpointName, CheckpointNotFound, CheckpointDamaged, CheckpointMismatch: nothing was changed. (An adapter that
+            was trained on another base model of the same shapes is loaded, and a warning tells of it.)
         """
         session = self._session(adapter_name)
         path = folder.target(output_dir if output_dir is not None else OUTPUT_DIR, name)
@@ -82,6 +83,8 @@ class StorageVerbs(Sessions):
         if state is not None:
             checkpoint.check_owner(state, session, path)
         self._load_weights(session, path)
+        if state is not None:
+            base_values.check(self, session, state, path, strict=False)
         plugins.hooks().twinkle_checkpoint_loaded(path=str(path), session=session)
         if state is None:
             return {"cur_step": 0, "consumed_train_samples": 0, "gradient_accumulation_steps": None}
@@ -100,6 +103,8 @@ class StorageVerbs(Sessions):
         two exceptions. The plan of core's schedulers (``num_training_steps``, ``num_warmup_steps``, ``min_lr_ratio``) is the
         new one, entered at the checkpoint's number of updates, so that a run can be prolonged; and a
         ``gradient_accumulation_steps`` that was set stays, unless the checkpoint holds an open window.
+
+        An adapter meets the base model that it was trained on, by a sample of its values, or it is refused.
 
         Args:
             checkpoint_dir: what ``save(..., save_optimizer=True)`` wrote.
@@ -121,6 +126,7 @@ class StorageVerbs(Sessions):
             raise CheckpointMismatch(
                 str(path / folder.STATE_FILE), "it belongs to another model (names or shapes of parameters differ)"
             )
+        base_values.check(self, session, state, path, strict=not resume_only_model)
         loaded = None if resume_only_model else checkpoint.read(self, session, path, state)
         self._load_weights(session, path)
         if loaded is not None:
@@ -159,5 +165,5 @@ class StorageVerbs(Sessions):
         session.window.reset()
         if session.optimizer is not None:
             self.engine.zero_grad(session.optimizer)
-        for parameter in self.adapters.parameters(session.name).values():
+        for parameter in self._named(session).values():
             parameter.grad = None

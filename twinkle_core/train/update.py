@@ -182,7 +182,9 @@ class UpdateVerbs(ForwardVerbs):
         else:
             session.skipped_steps += 1
             get_logger().warning("update skipped: gradients were not finite (%d skipped so far)", session.skipped_steps)
-        session.pending.pop(True, None)  # its graph belongs to weights that have changed
+        if window.updated:
+            session.pending.clear()  # they belong to weights that have changed
+        session.pending.pop(True, None)
         return StepResult(window.updated, session.cur_step, window.grad_norm, lr, float(window.weight))
 
     def _zero(self, session: Session) -> bool:
@@ -247,9 +249,7 @@ class UpdateVerbs(ForwardVerbs):
 
     def _nonfinite(self, session: Session) -> NonFiniteGradients:
         bad = [
-            name
-            for name, p in self.adapters.parameters(session.name).items()
-            if p.grad is not None and not bool(torch.isfinite(p.grad).all())
+            name for name, p in self._named(session).items() if p.grad is not None and not bool(torch.isfinite(p.grad).all())
         ]
         loss = None if session.last_loss is None else float(session.last_loss)
         return NonFiniteGradients(session.name, bad[:3], max(0, len(bad) - 3), loss)

@@ -408,7 +408,9 @@ def test_frozen_weights_in_compute_type_and_adapters_in_fp32(llama):
         module = LlamaForCausalLM(tiny_config())
         store = PeftAdapters(module, Precision(kind))
         store.acquire("a", LoraConfig(target_modules=QV, modules_to_save=["norm"]))
-        assert {p.dtype for p in store.parameters(BASE).values()} == {dtype}
+        assert {p.dtype for p in module.parameters()} == {torch.float32}, "as stored, until something computes"
+        with store.precision.autocast(torch.device("cpu")):
+            assert {p.dtype for p in store.parameters(BASE).values()} == {dtype}
         assert {p.dtype for p in store.parameters("a").values()} == {torch.float32}
         assert module.model.rotary_emb.inv_freq.dtype == torch.float32
 
@@ -417,6 +419,7 @@ def test_what_must_stay_wide_does(llama):
     llama._keep_in_fp32_modules_strict = {"norm"}
     store = PeftAdapters(llama, Precision("bf16"))
     store.acquire("a", METHODS["lora"])
+    store.precision.autocast(torch.device("cpu"))
     wide = {name for name, p in store.parameters(BASE).items() if p.dtype == torch.float32}
     assert wide == {"model.norm.weight"}
 
@@ -441,7 +444,84 @@ def test_what_is_trained_elsewhere_keeps_its_fp32(llama):
     store = PeftAdapters(llama, precision)
     precision.master(store.parameters(BASE).values())
     store.acquire("a", METHODS["lora"])
+    precision.autocast(torch.device("cpu"))
     assert {p.dtype for p in llama.parameters()} == {torch.float32}
+
+
+#: methods that begin from values of the base model
+BEGIN_FROM_BASE = {"dora", "modules to save", "tokens", "norms"}
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp16"])
+@pytest.mark.parametrize("computed", [False, True])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_later_adapter_begins_as_if_it_were_alone(untied, method, computed, kind):
+    """The first one has the base narrowed; a second must begin from what the checkpoint stores, or be refused."""
+    from transformers import AutoModelForCausalLM
+
+    def fresh():
+        module = AutoModelForCausalLM.from_pretrained(untied)
+        generator = torch.Generator().manual_seed(1)
+        for layer in module.model.layers:  # as they are after training: not 1
+            layer.input_layernorm.weight.data += torch.rand(32, generator=generator)
+        return PeftAdapters(module, Precision(kind))
+
+    alone, beside = fresh(), fresh()
+    same = METHODS[method]  # peft mixes no methods on one base
+    first = LoraConfig(target_modules=["k_proj"]) if isinstance(same, LoraConfig) else same
+    beside.acquire("a", first)
+    if computed:
+        beside.precision.autocast(torch.device("cpu"))
+    torch.manual_seed(5)
+    alone.acquire("b", METHODS[method])
+    before = {k: p.dtype for k, p in beside.module.named_parameters()}
+    torch.manual_seed(5)
+    if computed and method in BEGIN_FROM_BASE:
+        with pytest.raises(BadAdapter, match=rf"rounded to {kind}.*before the first forward"):
+            beside.acquire("b", METHODS[method])
+        assert beside.names() == ["a"]
+        assert {k: p.dtype for k, p in beside.module.named_parameters()} == before
+        return
+    beside.acquire("b", METHODS[method])
+    wanted, found = alone.state_dict("b"), beside.state_dict("b")
+    assert set(wanted) == set(found)
+    for key, tensor in wanted.items():
+        assert tensor.dtype == found[key].dtype and torch.equal(tensor, found[key]), key
+    base = {k: p.dtype for k, p in beside.module.named_parameters() if ".twinkle1" not in k and "base_layer" not in k}
+    assert all(before.get(k, dtype) == dtype for k, dtype in base.items())
+
+
+def test_values_of_a_base_model_that_narrowing_leaves_may_be_begun_from(llama):
+    """A checkpoint in fp32 whose numbers are those of a bf16 one loses nothing."""
+    with torch.no_grad():
+        for p in llama.parameters():
+            p.copy_(p.bfloat16().float())
+    store = PeftAdapters(llama, Precision("bf16"))
+    store.acquire("a", LoraConfig(target_modules=["k_proj"]))
+    store.precision.autocast(torch.device("cpu"))
+    store.acquire("b", LoraConfig(target_modules=["q_proj"], modules_to_save=["down_proj"]))
+    copied = store.state_dict("b")["base_model.model.model.layers.0.mlp.down_proj.weight"]
+    assert copied.dtype == torch.float32 and torch.equal(
+        copied, plain_state(llama)["model.layers.0.mlp.down_proj.weight"].float()
+    )
+
+
+def test_adapters_that_never_computed_leave_the_base_model_as_it_is_stored(llama, tmp_path, caplog):
+    before = copy_of(llama.state_dict())
+    store = PeftAdapters(llama, Precision("bf16"))
+    store.acquire("a", METHODS["lora"])
+    store.release("a")
+    store.precision.autocast(torch.device("cpu"))
+    store.write(BASE, tmp_path)
+    assert all(torch.equal(v, before[k]) for k, v in load_file(tmp_path / "model.safetensors").items())
+    assert not caplog.records
+    store.acquire("a", METHODS["lora"])
+    store.precision.autocast(torch.device("cpu"))
+    store.release("a")
+    store.write(BASE, tmp_path)
+    assert "of the base model are saved as adapters compute with them, rounded to bf16" in caplog.text
+    store.precision.master(store.parameters(BASE).values())
+    assert "load the model again to train it from the weights as they are stored" in caplog.text
 
 
 def test_tied_embeddings_with_modules_to_save_are_refused_or_kept(tiny, ids, tmp_path):
@@ -510,7 +590,7 @@ def test_failure_that_no_rehearsal_shows_is_taken_back(llama, ids, others, monke
         return real(layer, name, init)
 
     monkeypatch.setattr(peft.tuners.lora.layer.LoraLayer, "reset_lora_parameters", full)
-    monkeypatch.setattr(store, "_rehearse", lambda *a: {})
+    monkeypatch.setattr(store, "_rehearse", lambda *a: ({}, {}))
     with pytest.raises(torch.OutOfMemoryError):
         store.acquire("b", METHODS["all-linear"] if not others else METHODS["modules to save"])
     assert store.names() == ["a"] * others

@@ -13,7 +13,9 @@ from transformers import AutoModelForCausalLM
 
 from twinkle_core.errors import CheckpointDamaged, CheckpointMismatch, HoldsAdapter, WeightsMismatch
 from twinkle_transformers.adapters import PeftAdapters
+from twinkle_transformers.checkpoint import same_model
 from twinkle_transformers.model import TransformersModel
+from twinkle_transformers.testing import write_tiny_llama
 
 QV = ["q_proj", "v_proj"]
 ROWS = [
@@ -179,3 +181,59 @@ def test_a_narrow_gradient_is_widened_with_its_weight():
     Precision("bf16").master([weight])
     assert weight.dtype == weight.grad.dtype == torch.float32
     assert weight.grad.tolist() == [2.0] * 3
+
+
+@pytest.mark.parametrize("here", ["no", "bf16", "fp16"])
+def test_an_adapter_knows_its_base_model_in_every_precision_and_no_sibling(tiny, here, tmp_path, caplog):
+    def fresh(folder, precision):
+        m = TransformersModel(model_id=folder, mixed_precision=precision)
+        m.add_adapter_to_model("a", lora())
+        m.set_optimizer("sgd", lr=0.1)
+        return m
+
+    for saved in ("no", "bf16", "fp16"):
+        m = fresh(tiny, saved)
+        m.forward_backward(ROWS)
+        m.clip_grad_and_step()
+        m.save(saved, tmp_path, save_optimizer=True)
+        again = fresh(tiny, here)
+        again.forward_only(ROWS)
+        again.resume_from_checkpoint(tmp_path / saved)
+    sibling = write_tiny_llama(tmp_path / "sibling", seed=1)
+    with pytest.raises(CheckpointMismatch, match=f"trained on '{tiny}', and this is '{sibling}'"):
+        fresh(sibling, here).resume_from_checkpoint(tmp_path / "no")
+    caplog.clear()
+    bare = TransformersModel(model_id=sibling, mixed_precision=here)
+    bare.add_adapter_to_model("a", tmp_path / "no")
+    assert "the base model has other values than the one that the adapter was trained on" in caplog.text
+
+
+def test_a_plain_adapter_folder_names_its_base_model(tiny, tmp_path, caplog):
+    m = TransformersModel(model_id=tiny, mixed_precision="no")
+    m.add_adapter_to_model("a", lora())
+    m.adapters.write("a", tmp_path)
+    m.add_adapter_to_model("b", tmp_path)
+    m.load(tmp_path.name, tmp_path.parent, adapter_name="a")
+    assert not caplog.records
+    sibling = write_tiny_llama(tmp_path / "sibling", seed=1)
+    other = TransformersModel(model_id=sibling, mixed_precision="no")
+    other.add_adapter_to_model("a", tmp_path)
+    assert f"was made for the base model '{tiny}', and this one is '{sibling}'" in caplog.text
+    caplog.clear()
+    other.load(tmp_path.name, tmp_path.parent)
+    assert f"was made for the base model '{tiny}', and this one is '{sibling}'" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "one"),
+    [
+        ("org/name", "org/name", True),
+        ("org/name", "/cache/hub/models--org--name/snapshots/abc", True),
+        ("/cache/modelscope/org/name", "org/name", True),
+        ("org/name", "org/other", False),
+        ("/a/org/name", "/b/org/name", False),
+        ("org/name", "/cache/hub/models--org--other/snapshots/abc", False),
+    ],
+)
+def test_names_that_may_be_of_one_model(first, second, one):
+    assert same_model(first, second) is same_model(second, first) is one

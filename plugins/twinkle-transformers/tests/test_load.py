@@ -8,13 +8,19 @@ import socket
 
 import pytest
 import torch
+from peft import LoraConfig
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, LlamaForSequenceClassification
 
 from twinkle_core.errors import (
+    BadArgument,
+    BadGeneration,
     Fp8Unavailable,
     ManyProcesses,
     ModelNotLoaded,
     NoModel,
+    NoTrainableParameters,
+    ReservedArgument,
     TwinkleError,
     UnknownModelClass,
     UnknownOption,
@@ -24,7 +30,7 @@ from twinkle_core.errors import (
 from twinkle_core.mesh import DeviceMesh
 from twinkle_transformers.load import set_checkpointing
 from twinkle_transformers.model import TransformersModel
-from twinkle_transformers.testing import ToyL, ToyLConfig, tiny_config
+from twinkle_transformers.testing import ToyL, ToyLConfig, tiny_config, write_tiny_llama
 
 
 def model(*args, **kwargs):
@@ -276,3 +282,86 @@ def test_switching_checkpointing_asks_transformers_by_its_present_names(llama):
     for wanted, expected in ((True, True), (None, False), (True, True), (False, False)):
         set_checkpointing(llama, wanted)
         assert flags() == {expected}
+
+
+def changed(tmp_path, change, **sizes):
+    """A tiny Llama's folder whose tensors ``change`` has changed."""
+    folder = write_tiny_llama(tmp_path / "changed", **sizes)
+    state = load_file(folder / "model.safetensors")
+    change(state)
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def test_a_file_that_is_cut_short_is_told(tmp_path):
+    folder = write_tiny_llama(tmp_path / "cut")
+    with (folder / "model.safetensors").open("r+b") as file:
+        file.truncate(5000)
+    with pytest.raises(ModelNotLoaded, match=r"cut' could not be loaded: .*incomplete"):
+        TransformersModel(model_id=folder)
+
+
+def _lose(state):
+    del state["model.layers.1.mlp.up_proj.weight"]
+
+
+def _rename(state):
+    for key in [k for k in state if ".layers.1." in k]:
+        state[key.replace(".layers.1.", ".layers.7.")] = state.pop(key)
+
+
+def _add(state):
+    for key in [k for k in state if ".layers.1." in k]:
+        state[key.replace(".layers.1.", ".layers.7.")] = state[key].clone()
+
+
+@pytest.mark.parametrize(
+    ("change", "sizes", "text"),
+    [
+        (_lose, {}, r"lack 1 weight\(s\) .*random numbers: model.layers.1.mlp.up_proj.weight"),
+        (_rename, {}, r"lack 9 weight\(s\).*; its files hold 9 weight\(s\)"),
+        (_add, {}, r"hold 9 weight\(s\) .*no place for: model.layers.7.input_layernorm.weight"),
+        (lambda s: s.pop("lm_head.weight"), {"tie_word_embeddings": False}, "lack 1 .*: lm_head.weight"),
+    ],
+)
+def test_weights_that_are_not_in_the_files_are_no_random_numbers(tmp_path, change, sizes, text):
+    with pytest.raises(ModelNotLoaded, match=text):
+        TransformersModel(model_id=changed(tmp_path, change, **sizes))
+
+
+def test_a_new_head_and_layers_left_out_on_purpose_are_told(tiny, caplog):
+    TransformersModel(model_id=tiny)
+    assert not caplog.records
+    TransformersModel("AutoModelForSequenceClassification", model_id=tiny)
+    assert "LlamaForSequenceClassification: 1 weight(s) are new, with random numbers: score.weight" in caplog.text
+    caplog.clear()
+    TransformersModel(model_id=tiny, num_hidden_layers=1)
+    assert "9 weight(s) are in its files, and not used: model.layers.1.input_layernorm.weight" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"max_tokens": 5}, WrongArgument, "no parameter 'max_tokens'. Did you mean 'max_new_tokens'"),
+        ({"max_new_tokens": 0}, BadArgument, "max_new_tokens=0"),
+        ({"return_dict_in_generate": True}, BadArgument, "texts are given back"),
+        ({"num_return_sequences": 2}, BadArgument, "each row gets one text"),
+        ({"input_ids": [1]}, ReservedArgument, "input_ids"),
+        ({"do_sample": True, "temperature": -1.0}, BadGeneration, "generate.*temperature=-1.0.*strictly positive"),
+    ],
+)
+def test_options_of_generate_that_give_no_text_are_told(tiny, options, error, text):
+    model = TransformersModel(model_id=tiny, mixed_precision="no")
+    model.set_template("chat", model_id=tiny)
+    row = {"messages": [{"role": "user", "content": "hi"}]}
+    with pytest.raises(error, match=text):
+        model.generate([row, row], **options)
+    model.module.generation_config.do_sample, model.module.generation_config.num_return_sequences = True, 2
+    assert len(model.generate([row, row], max_new_tokens=2)) == 2
+
+
+def test_an_adapter_that_is_not_trained_is_told_before_a_forward(tiny):
+    model = TransformersModel(model_id=tiny, mixed_precision="no")
+    model.add_adapter_to_model("a", LoraConfig(target_modules=["q_proj"], inference_mode=True))
+    with pytest.raises(NoTrainableParameters, match="adapter 'a' has no trainable parameter"):
+        model.forward_backward({"input_ids": [3, 4], "labels": [4, 5]})

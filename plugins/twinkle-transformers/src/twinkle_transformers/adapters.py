@@ -18,10 +18,11 @@ from twinkle_core.contracts.adapters import BASE, AdapterStore
 from twinkle_core.errors import BadAdapter, CheckpointDamaged, CheckpointMismatch, DuplicateAdapter, UnknownAdapter
 from twinkle_core.log import get_logger
 from twinkle_core.names import closest
+from twinkle_core.train.folder import STATE_FILE
 from twinkle_transformers import checkpoint
 from twinkle_transformers.precision import Precision, widen
 from twinkle_transformers.rules import check_config, check_name
-from twinkle_transformers.tree import peft_layers, plain_parameters, plain_state, skeleton, unwrap
+from twinkle_transformers.tree import Reads, peft_layers, plain_parameters, plain_state, skeleton, unwrap
 
 #: What peft raises for a config that it can't inject.
 _REFUSALS = (ValueError, TypeError, KeyError, AttributeError, RuntimeError, AssertionError, ImportError, NotImplementedError)
@@ -90,17 +91,21 @@ class PeftAdapters(AdapterStore):
         state: dict[str, torch.Tensor] | None = None
         if isinstance(config, (str, Path)):
             folder = checkpoint.adapter_folder(config)
+            self._tell_other_base(name, folder)
             config, state = checkpoint.adapter_config(name, folder), checkpoint.read_adapter(folder)
         config = check_config(name, config, self.module, [self.config(n) for n in self.names()])
         inner = f"twinkle{self._count}"
-        expected = self._rehearse(name, inner, config)
+        expected, read = self._rehearse(name, inner, config)
         if state is not None:
             checkpoint.check_keys(expected, state, f"adapter '{name}'")
+        else:
+            self._check_not_rounded(name, read)
         self._count += 1
         if not self._inner:
             self._base_flags = {p: p.requires_grad for p in self.module.parameters()}
         try:
-            self._inject(name, inner, config)
+            with self.precision.as_stored(self._base_flags, set(read.values())):
+                self._inject(name, inner, config)
             if state is not None:
                 self.load_state_dict(name, state)
         except BaseException:  # what no rehearsal shows, such as a device that is full
@@ -108,8 +113,11 @@ class PeftAdapters(AdapterStore):
             raise
         return name
 
-    def _rehearse(self, name: str, inner: str, config: PeftConfig) -> dict[str, torch.Tensor]:
-        """Inject into a copy without weights. Returns the adapter's tensors (shapes only)."""
+    def _rehearse(
+        self, name: str, inner: str, config: PeftConfig
+    ) -> tuple[dict[str, torch.Tensor], dict[str, torch.nn.Parameter]]:
+        """Inject into a copy without weights. Returns the adapter's tensors (shapes only), and the base model's parameters
+        whose values the adapter begins from."""
         # numbers that a rehearsal draws must not be missing afterwards: the same seed gives the same adapter as in plain peft
         with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
             warnings.simplefilter("ignore")
@@ -121,14 +129,30 @@ class PeftAdapters(AdapterStore):
             except _REFUSALS as error:
                 raise BadAdapter(name, f"peft can't add it to {type(self.module).__name__}: {error}") from error
 
-    def _trial(self, inner: str, config: PeftConfig, *, weightless: bool) -> dict[str, torch.Tensor]:
+    def _trial(
+        self, inner: str, config: PeftConfig, *, weightless: bool
+    ) -> tuple[dict[str, torch.Tensor], dict[str, torch.nn.Parameter]]:
         config = copy.deepcopy(config)
-        if self._peft is None:
-            trial: Any = _Tree(skeleton(self.module, weightless), config, inner, low_cpu_mem_usage=weightless)
-        else:
-            trial = skeleton(self._peft, weightless)
-            trial.add_adapter(inner, config, low_cpu_mem_usage=weightless)
-        return get_peft_model_state_dict(trial, adapter_name=inner, save_embedding_layers=False)  # type: ignore[no-any-return]
+        trial: Any = skeleton(self.module if self._peft is None else self._peft, weightless)
+        module = trial if self._peft is None else trial.get_base_model()
+        with Reads(plain_parameters(module)) as reads:
+            if self._peft is None:
+                trial = _Tree(trial, config, inner, low_cpu_mem_usage=weightless)
+            else:
+                trial.add_adapter(inner, config, low_cpu_mem_usage=weightless)
+        base = plain_parameters(self.module)
+        tensors = get_peft_model_state_dict(trial, adapter_name=inner, save_embedding_layers=False)
+        return tensors, {key: base[key] for key in sorted(reads.found)}
+
+    def _check_not_rounded(self, name: str, read: Mapping[str, torch.nn.Parameter]) -> None:
+        """Raise BadAdapter if the adapter would begin from values that are not those of the checkpoint any more."""
+        narrowed = self.precision.narrowed
+        lost = [key for key, p in read.items() if p in narrowed and narrowed[p].rounded]
+        if lost:
+            shown, mixed = ", ".join(lost[:3]) + (", ..." if len(lost) > 3 else ""), self.precision.mixed
+            why = f"it begins from values of {shown}, which are not as stored but rounded to {mixed}, for another adapter"
+            way = "add such adapters (modules_to_save, DoRA, trainable tokens) before the first forward"
+            raise BadAdapter(name, f"{why}; {way}, or load the model with mixed_precision='no'")
 
     def _inject(self, name: str, inner: str, config: PeftConfig) -> None:
         known = set(self.module.modules())
@@ -188,6 +212,7 @@ class PeftAdapters(AdapterStore):
             for parameter, flag in self._base_flags.items():
                 parameter.requires_grad_(flag)
             self._base_flags = {}
+            self.precision.thaw()
             return
         self._switch({layer: [rest] for layer in self._layers}, dict.fromkeys(self._layers, True))
         # after a failure peft has forgotten the config, but its layers may hold a part of the adapter
@@ -271,14 +296,18 @@ class PeftAdapters(AdapterStore):
 
     def _load_base(self, state: Mapping[str, torch.Tensor]) -> None:
         """A weight that the file holds in a wider type takes that type, as a model loaded from the file would have it; but not
-        beneath adapters, where the base is in the compute type on purpose."""
-        for key, parameter in {} if self._inner else plain_parameters(self.module).items():
+        beneath adapters, where the base is in the compute type on purpose, or will be."""
+        parameters = plain_parameters(self.module)
+        for key, parameter in {} if self._inner else parameters.items():
             if key in state and parameter.is_floating_point() and state[key].element_size() > parameter.element_size():
                 widen(parameter, state[key].dtype)
         live = self.state_dict(BASE)
         with torch.no_grad():
             for key, tensor in state.items():
                 live[key].copy_(tensor)
+        for key, parameter in parameters.items():
+            if key in state:
+                self.precision.note_stored(parameter, state[key])
 
     def check_compatible(self, name: str, folder: Path) -> None:
         """Raise CheckpointMismatch if what ``folder`` holds computes another function than the live adapter (scale, method)."""
@@ -289,6 +318,7 @@ class PeftAdapters(AdapterStore):
             saved = checkpoint.adapter_config(name, Path(folder))
         except BadAdapter as error:
             raise CheckpointDamaged(str(file), str(error.__cause__)) from error
+        self._tell_other_base(name, Path(folder))
         found = checkpoint.config_differences(saved, self.config(name))
         dropout = {field: found.pop(field) for field in list(found) if "dropout" in field}
         if found:
@@ -299,8 +329,19 @@ class PeftAdapters(AdapterStore):
                 "adapter '%s' trains on with %s=%r; the checkpoint '%s' was trained with %r", name, field, here, folder, there
             )
 
+    def _tell_other_base(self, name: str, folder: Path) -> None:
+        """A plain folder tells of its base model by name alone; where core's state file is, core compares values."""
+        there, here = checkpoint.base_of(folder), getattr(getattr(self.module, "config", None), "_name_or_path", None)
+        if there and here and not (folder / STATE_FILE).is_file() and not checkpoint.same_model(there, here):
+            text = "adapter '%s' of '%s' was made for the base model '%s', and this one is '%s'"
+            get_logger("transformers").warning(text, name, folder, there, here)
+
     def write(self, name: str, folder: Path) -> None:
         if self._known(name) == BASE:
+            rounded = sum(s.rounded for s in self.precision.narrowed.values())
+            if rounded:
+                text = "%d weight(s) of the base model are saved as adapters compute with them, rounded to %s"
+                get_logger("transformers").warning(text, rounded, self.precision.mixed)
             checkpoint.write_model(self.module, self.state_dict(BASE), folder)
             if (tokenizer := self._tokenizer()) is not None:
                 tokenizer.save_pretrained(str(folder))

@@ -85,6 +85,20 @@ def adapter_folder(path: str | Path) -> Path:
     return folder
 
 
+def same_model(first: str, second: str) -> bool:
+    """Whether two names of models may be of one: equal, one folder, or a hub's id and its folder in a cache."""
+    paths = [Path(name) for name in (first, second)]
+    if first == second or (all(p.is_dir() for p in paths) and paths[0].samefile(paths[1])):
+        return True
+    ids = ["/".join(p.parts[-2:]) for p in paths]
+    cached = ["models--" + name.replace("/", "--") for name in ids]
+    return (
+        (ids[0] == ids[1] and len(paths[0].parts) != len(paths[1].parts))
+        or cached[0] in paths[1].parts
+        or cached[1] in paths[0].parts
+    )
+
+
 def adapter_config(name: str, folder: Path) -> PeftConfig:
     """The config in a folder, ready to train (PEFT saves every config as if it were for inference)."""
     try:

@@ -19,7 +19,7 @@ from twinkle_core.ops.token_logps import Tempered, logps_from_logits, token_logp
 from twinkle_core.train.loop_engine import LoopEngine, evaluating
 from twinkle_core.train.session import Session
 from twinkle_core.types import InputFeature, ModelOutput
-from twinkle_transformers.generate import complete
+from twinkle_transformers.generate import check_options, complete
 from twinkle_transformers.inputs import Fitted, fit, packs
 from twinkle_transformers.precision import NARROW, Precision
 from twinkle_transformers.probes import check_isolation, output_layer_of
@@ -262,10 +262,12 @@ class TransformersEngine(LoopEngine):
         """Completions' ids of prompts' ids. ``kwargs``: of transformers' ``generate``; at most 128 new tokens if it isn't said.
 
         Raises:
-            NotComputed: the model has no text to give.
+            NotComputed: the model has no text to give. WrongArgument, ReservedArgument, BadArgument, BadGeneration: the
+            options. BadRow: a prompt.
         """
         if not self.module.can_generate():
             raise NotComputed(self._name(), "text", "transformers can't generate with this class; load one ...ForCausalLM")
+        check_options("TransformersModel.generate", self.module, kwargs)
         with evaluating(self.module), self.precision.autocast(self.device):
             return complete(self.module, rows, self.device, kwargs)
 

@@ -2,14 +2,41 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from twinkle_core.errors import BadRow
+from twinkle_core.errors import BadArgument, BadGeneration, BadRow, ReservedArgument, WrongArgument
+from twinkle_core.names import closest
+from twinkle_core.train.limits import check_count
 from twinkle_core.types import InputFeature
 from twinkle_transformers.inputs import vocabulary_of
+
+#: what ``complete`` itself gives to transformers
+_FILLED = frozenset({"inputs", "input_ids", "inputs_embeds", "attention_mask"})
+
+
+def check_options(owner: str, module: Any, options: Mapping[str, Any]) -> None:
+    """Raise for an option that transformers' ``generate`` doesn't know, or that would give no text or several for a row.
+
+    Raises:
+        ReservedArgument, WrongArgument, BadArgument
+    """
+    known = {*module.generation_config.to_dict(), *inspect.signature(module.generate).parameters} - {"kwargs"} - _FILLED
+    for key in options:
+        if key in _FILLED:
+            raise ReservedArgument(owner, key)
+        if key not in known and not hasattr(module.generation_config, key):
+            raise WrongArgument(owner, key, closest(key, known), sorted(k for k in known if not k.startswith("_")))
+    if options.get("max_new_tokens") is not None:
+        check_count("max_new_tokens", options["max_new_tokens"], least=1)
+    if options.get("num_return_sequences") not in (None, 1):
+        way = "1: each row gets one text (for several, give the row several times)"
+        raise BadArgument("num_return_sequences", options["num_return_sequences"], way)
+    if options.get("return_dict_in_generate"):
+        raise BadArgument("return_dict_in_generate", options["return_dict_in_generate"], "False: texts are given back")
 
 
 def complete(module: Any, rows: Sequence[InputFeature], device: torch.device, options: Mapping[str, Any]) -> list[list[int]]:
@@ -17,6 +44,9 @@ def complete(module: Any, rows: Sequence[InputFeature], device: torch.device, op
 
     Prompts are padded on the left, because a completion begins at the right. Options that are not given are the model's own
     generation config, except that at most 128 tokens are made instead of filling a cache of unknown size.
+
+    Raises:
+        BadRow: a prompt. BadGeneration: transformers refuses the options.
     """
     size = vocabulary_of(module)
     prompts = [_prompt(i, row, size) for i, row in enumerate(rows)]
@@ -27,10 +57,13 @@ def complete(module: Any, rows: Sequence[InputFeature], device: torch.device, op
     pad = config.pad_token_id if config.pad_token_id is not None else ends[0] if ends else 0
     ids = torch.tensor([[pad] * (longest - len(p)) + p for p in prompts], device=device)
     mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=device)
-    settings = {"pad_token_id": pad, **options}
+    settings = {"pad_token_id": pad, **options, "num_return_sequences": 1, "return_dict_in_generate": False}
     if not {"max_new_tokens", "max_length", "generation_config"} & set(settings):
         settings["max_new_tokens"] = 128
-    made = module.generate(input_ids=ids, attention_mask=mask, **settings)[:, longest:].tolist()
+    try:
+        made = module.generate(input_ids=ids, attention_mask=mask, **settings)[:, longest:].tolist()
+    except (ValueError, TypeError) as error:
+        raise BadGeneration(options, error) from error
     return [_until_end(row, ends) for row in made]
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
+from safetensors import SafetensorError
 
 from twinkle_core import hardware, hub, settings
 from twinkle_core.errors import (
@@ -27,6 +29,8 @@ from twinkle_transformers.precision import Precision
 if TYPE_CHECKING:
     from twinkle_core.mesh import DeviceMesh
 
+#: What reading a model's folder raises where a file is missing, damaged, or another library's.
+_UNREADABLE = (OSError, ValueError, KeyError, RuntimeError, EOFError, SafetensorError, pickle.UnpicklingError)
 #: What ``from_config`` takes; everything else belongs to the config.
 _FROM_CONFIG = frozenset(
     {"allow_all_kernels", "attn_implementation", "code_revision", "dtype", "experts_implementation", "torch_dtype"}
@@ -166,7 +170,8 @@ def _build(owner: str, own: frozenset[str], cls: Any, config: Any, options: dict
 def _load(
     owner: str, own: frozenset[str], cls: Any, model_id: str, config: Any, precision: Precision, options: dict[str, Any]
 ) -> Any:
-    from transformers import AutoConfig
+    from transformers import AutoConfig, PreTrainedModel
+    from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
     folder, options = _fetch(model_id, options)
     place = Path(folder) / (options.get("subfolder") or "")
@@ -183,9 +188,39 @@ def _load(
             _check_options(owner, own, strange, _FROM_PRETRAINED, there)
         if config is not None:
             options["config"] = config
-        return cls.from_pretrained(folder, **options)
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise ModelNotLoaded(folder, str(error)) from error
+        if not issubclass(cls, (PreTrainedModel, _BaseAutoModelClass)):  # one that only looks like transformers'
+            return cls.from_pretrained(folder, **options)
+        model, report = cls.from_pretrained(folder, output_loading_info=True, **options)
+    except _UNREADABLE as error:
+        raise ModelNotLoaded(folder, str(error) or type(error).__name__) from error
+    _check_complete(model, folder, report, reshaped=bool(strange) or config is not None)
+    return model
+
+
+def _check_complete(model: Any, folder: str, report: Mapping[str, Any], reshaped: bool) -> None:
+    """Weights that no file holds are random numbers. That is right for a new head, and nowhere else.
+
+    Args:
+        report: what transformers found; tied weights and buffers that it makes itself are not in it.
+        reshaped: the caller changed the config, so that weights may be left over (fewer layers).
+
+    Raises:
+        ModelNotLoaded: a weight of the model's body is missing, or of the output layer of a model that generates; or a weight
+        of its body is left over.
+    """
+    prefix = "" if model.base_model is model or not model.base_model_prefix else f"{model.base_model_prefix}."
+    generates = bool(model.can_generate())
+    missing = sorted(k for k in report["missing_keys"] if "pooler" not in k.split("."))  # models without one are saved so
+    unexpected = sorted(report["unexpected_keys"])
+    lost = [key for key in missing if generates or key.startswith(prefix)]
+    strange = [key for key in unexpected if generates and key.startswith(prefix)]
+    if lost or (strange and not reshaped):
+        raise ModelNotLoaded.incomplete(folder, type(model).__name__, lost, strange)
+    new = sorted({*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])})
+    for keys, text in ((new, "new, with random numbers"), (unexpected, "in its files, and not used")):
+        if keys:
+            shown = ", ".join(keys[:3]) + (", ..." if len(keys) > 3 else "")
+            get_logger("transformers").warning("%s: %d weight(s) are %s: %s", type(model).__name__, len(keys), text, shown)
 
 
 def _fetch(model_id: str, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:

@@ -45,7 +45,8 @@ class TransformersModel(SessionModel):
         config: a PretrainedConfig to use in place of the folder's.
         device_mesh: its ``device_type`` says where the model lives; without one, this process's accelerator, else the CPU.
         mixed_precision: ``bf16``, ``fp16`` (with a gradient scaler by itself), ``no`` (fp32), ``fp8``. Trained weights,
-            gradients and optimizer state are fp32 in all of them; what an adapter leaves frozen is held in the compute type.
+            gradients and optimizer state are fp32 in all of them; what an adapter leaves frozen is held in the compute type
+            from the first forward on.
         strategy: ``accelerate`` or ``native_fsdp``: how the model is wrapped in several processes; without effect in one.
         ddp_config, fsdp_config, memory_efficient_init: as ``strategy``.
         grad_scaler_config: arguments of ``torch.amp.GradScaler`` under ``fp16``; ``init_scale`` is 64 if it isn't said.

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import AuxiliaryTrainingWrapper
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 
 def peft_layers(module: torch.nn.Module) -> list[Any]:
@@ -72,6 +74,27 @@ def weight_of(layer: Any) -> torch.Tensor:
     while hasattr(layer, "base_layer") or hasattr(layer, "original_module"):
         layer = layer.base_layer if hasattr(layer, "base_layer") else layer.original_module
     return layer.weight  # type: ignore[no-any-return]
+
+
+class Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Inside, ``found`` gathers the names of parameters whose values something looks at. Types and shapes are no values.
+
+    Args:
+        parameters: those to watch, by name. Their storages are watched, so a view or an alias counts too.
+    """
+
+    def __init__(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._names = {p.untyped_storage()._cdata: name for name, p in parameters.items()}
+        self.found: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for value in tree_leaves((args, kwargs)):
+            if isinstance(value, torch.Tensor):
+                name = self._names.get(value.untyped_storage()._cdata)
+                if name is not None:
+                    self.found.add(name)
+        return func(*args, **(kwargs or {}))
 
 
 def skeleton(module: torch.nn.Module, weightless: bool = True) -> Any:
