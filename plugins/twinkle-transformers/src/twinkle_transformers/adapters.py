@@ -14,6 +14,7 @@ from peft import PeftConfig, PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
 
+from twinkle_core import hub
 from twinkle_core.contracts.adapters import BASE, AdapterStore
 from twinkle_core.errors import BadAdapter, CheckpointDamaged, CheckpointMismatch, DuplicateAdapter, UnknownAdapter
 from twinkle_core.log import get_logger
@@ -331,7 +332,7 @@ class PeftAdapters(AdapterStore):
 
     def _tell_other_base(self, name: str, folder: Path) -> None:
         """A plain folder tells of its base model by name alone; where core's state file is, core compares values."""
-        there, here = checkpoint.base_of(folder), getattr(getattr(self.module, "config", None), "_name_or_path", None)
+        there, here = hub.base_of_adapter(folder), getattr(getattr(self.module, "config", None), "_name_or_path", None)
         if there and here and not (folder / STATE_FILE).is_file() and not checkpoint.same_model(there, here):
             text = "adapter '%s' of '%s' was made for the base model '%s', and this one is '%s'"
             get_logger("transformers").warning(text, name, folder, there, here)
