@@ -37,8 +37,8 @@ class PatchSuite(Suite):
     """Checks of a Patch: it goes without a trace.
 
     Compared are, of each module of the model: its attributes, parameters, buffers, hooks and class; the attributes of its
-    classes; the names in the Python modules where these are written; torch's functions and switches, hooks of all modules and the
-    environment; and outputs, bit for bit. Gradients are compared as outputs are.
+    classes; the names in the Python modules where these are written; torch's functions and switches, hooks of all modules
+    and the environment; and outputs, bit for bit. Gradients are compared as outputs are.
 
     Fixtures and methods to override:
 
@@ -186,11 +186,11 @@ class PatchSuite(Suite):
 
     def test_undo_without_apply_does_nothing(self, patch: Any, model: Any) -> None:
         """Before ``apply``, and a second time after it."""
-        for way, wanted in (("before apply()", False), ("a second time", True)):
-            before = self._photo(model)
-            if wanted:
+        for way in ("before apply()", "a second time"):
+            if way == "a second time":
                 patch.apply(model)
                 patch.undo(model)
+            before = self._photo(model)
             got = attempt(lambda: patch.undo(model))
             assert got.error is None, f"undo() {way} fails: {got.why}. Where there is nothing to put back, it does nothing"
             left = _differences(before, self._photo(model))
@@ -228,7 +228,9 @@ class PatchSuite(Suite):
             torch.manual_seed(0)
             found = self.training_outputs(model)
             tensors = [t for t in ([found] if isinstance(found, torch.Tensor) else found) if t.requires_grad]
-            loss = sum(((t * torch.linspace(-1, 1, t.numel(), dtype=t.dtype).view_as(t)).sum() for t in tensors), torch.zeros(()))
+            loss = sum(
+                ((t * torch.linspace(-1, 1, t.numel(), dtype=t.dtype).view_as(t)).sum() for t in tensors), torch.zeros(())
+            )
             if not tensors:
                 return {}
             given = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
