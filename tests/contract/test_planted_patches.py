@@ -335,7 +335,7 @@ def test_what_is_left_behind_is_named(caught, patch, tests, says):
         (LeavesClassMethod, "class TinyLM: generate is new"),
         (LeavesFunction, "twinkle_core.testing.toys.fast_path is new"),
         (LeavesInTorch, "torch.nn.functional.silu is another"),
-        (LeavesGlobalHook, "torch.nn.modules.module._global_forward_hooks is another"),
+        (LeavesGlobalHook, "of all modules: _global_forward_hooks is another"),
         (LeavesSwitch, "torch.backends.cudnn.benchmark is another"),
         (LeavesVariable, "the variable PLANTED is new"),
     ],

@@ -268,13 +268,12 @@ class MetricSuite(Suite):
 
     def _same(self, one: Mapping[str, float], other: Mapping[str, float], why: str) -> None:
         a, b = ({k: v for k, v in numbers.items() if k not in self.by_the_clock} for numbers in (one, other))
-        near = [
-            all(math.isclose(a[k], b.get(k, math.nan), rel_tol=r, abs_tol=r / 1000) for k in a) for r in (self.tolerance, 1e-3)
+        within = [
+            a.keys() == b.keys() and all(math.isclose(a[k], b[k], rel_tol=share, abs_tol=share / 1000) for k in a)
+            for share in (self.tolerance, 1e-3)
         ]
-        hint = (
-            "\n    They agree to 1e-3: if that is float32's rounding, sum in float64, or raise 'tolerance'" if near[1] else ""
-        )
-        assert a.keys() == b.keys() and near[0], f"{why}\n    {a} against {b}{hint}"
+        hint = "\n    They agree to 1e-3: if it is float32's rounding, sum in float64 or raise 'tolerance'" if within[1] else ""
+        assert within[0], f"{why}\n    {a} against {b}{hint}"
 
 
 def _outputs(inputs: InputFeature, needs: Any) -> ModelOutput:

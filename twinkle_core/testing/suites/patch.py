@@ -280,7 +280,7 @@ def _world() -> dict[str, Any]:
         photo |= {f"{place.__name__}.{k}": v for k, v in list(vars(place).items()) if callable(v)}
     for key, value in vars(torch.nn.modules.module).items():
         if key.startswith("_global_") and isinstance(value, Mapping):
-            photo[f"torch.nn.modules.module.{key}"] = _part(dict(value))
+            photo[f"of all modules: {key}"] = _part(dict(value))
     photo["the default dtype"] = str(torch.get_default_dtype())
     photo["the precision of float32 products"] = torch.get_float32_matmul_precision()
     photo["the number of threads"] = torch.get_num_threads()
