@@ -95,6 +95,11 @@ def without(variable: str) -> Iterator[None]:
             os.environ[variable] = found
 
 
+def environment() -> dict[str, str]:
+    """A copy of all variables, to compare with later."""
+    return dict(os.environ)
+
+
 def trust_remote_code() -> bool:
     """TWINKLE_TRUST_REMOTE_CODE."""
     return _switch("TWINKLE_TRUST_REMOTE_CODE")

@@ -284,3 +284,89 @@ def test_groups_and_arguments_of_rows(caught):
     assert caught(PairSuite, Pairs) == set(), caught.texts
     assert set(caught.left_out) >= {SILENT, SLICES, "test_packing_changes_nothing"}
     assert HALVES in caught(PairSuite, Triples)
+
+
+class Summed(Loss):
+    """Right: the sum over labels, and a number of its own."""
+
+    needs = frozenset({"logps"})
+
+    def total(self, inputs, outputs):
+        return -(outputs.logps * (inputs["labels"] != -100)).sum()
+
+    def __call__(self, inputs, outputs):
+        count = (inputs["labels"] != -100).sum()
+        total = self.total(inputs, outputs)
+        return LossOutput(total, count, metrics=self.own(inputs, total, count))
+
+    def own(self, inputs, total, count):
+        return {"nll": (total.detach(), count)}
+
+
+class OwnMean(Summed):
+    def own(self, inputs, total, count):
+        return {"nll": (total.detach() / count.clamp(min=1), 1)}
+
+
+class OwnGraph(Summed):
+    def own(self, inputs, total, count):
+        return {"nll": (total, count)}
+
+
+class OwnPadding(Summed):
+    def own(self, inputs, total, count):
+        return {"nll": (total.detach(), inputs["labels"].numel())}
+
+
+class RemembersTheFirst(Summed):
+    scale = None
+
+    def total(self, inputs, outputs):
+        total = super().total(inputs, outputs)
+        self.scale = float(total.detach()) if self.scale is None else self.scale
+        return total * (1 + self.scale)
+
+
+class Seeds(Summed):
+    def total(self, inputs, outputs):
+        torch.manual_seed(0)
+        return super().total(inputs, outputs)
+
+
+class Adds(Summed):
+    def total(self, inputs, outputs):
+        inputs["trained"] = inputs["labels"] != -100
+        return super().total(inputs, outputs)
+
+
+class Float32(Summed):
+    def total(self, inputs, outputs):
+        return -(outputs.logps.float() * (inputs["labels"] != -100)).sum()
+
+
+OWN, KEEPS = "test_its_own_numbers_add_up", "test_keeps_nothing_between_batches"
+
+
+@pytest.mark.parametrize(
+    ("loss", "tests"),
+    [
+        (Summed, set()),
+        (OwnMean, {OWN}),
+        (OwnGraph, {OWN}),
+        (OwnPadding, {OWN}),
+        (Seeds, {KEEPS}),
+        (Adds, {KEEPS}),
+    ],
+)
+def test_what_is_beside_the_sum_is_looked_at(caught, loss, tests):
+    assert caught(LossSuite, loss) == tests, caught.texts
+
+
+def test_a_loss_that_remembers_its_first_batch_is_caught(caught):
+    assert KEEPS in caught(LossSuite, RemembersTheFirst)
+
+
+def test_float32_is_told_from_a_fault_and_allowed(caught):
+    caught(LossSuite, Float32)
+    assert any("say float64 = False" in text for text in caught.texts.values())
+    assert caught(LossSuite, Float32, float64=False) == set(), caught.texts

@@ -146,8 +146,81 @@ class Writes(Right):
         inputs["labels"].fill_(0)
 
 
+class StateIsEmptied(Right):
+    """``state`` gives the tensors that ``reset`` sets to zero in place."""
+
+    def __init__(self):
+        self.total, self.count = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.long)
+
+    def state(self):
+        return {"total": self.total, "count": self.count}
+
+    def reset(self):
+        self.total = self.total.clone() if self.total.requires_grad else self.total.zero_()
+        self.count = self.count.zero_()
+
+
+class Pending(Right):
+    """The last batch waits until numbers are asked for."""
+
+    waiting = None
+
+    def _flush(self):
+        if self.waiting is not None:
+            super().accumulate(*self.waiting)
+            self.waiting = None
+
+    def accumulate(self, inputs, outputs):
+        self._flush()
+        self.waiting = inputs, outputs
+
+    def calculate(self):
+        self._flush()
+        return super().calculate()
+
+    def reset(self):
+        super().reset()
+        self.waiting = None
+
+
+class ReadsTheMask(Right):
+    def accumulate(self, inputs, outputs):
+        inputs["attention_mask"].sum()
+        super().accumulate(inputs, outputs)
+
+
+class CountsRows(Right):
+    """A mean over rows, as ``[B, T]`` has them."""
+
+    def accumulate(self, inputs, outputs):
+        self.total = self.total + outputs.logps.detach().sum()
+        self.count = self.count + len(inputs["labels"])
+
+
+SHARED = {"total": 0.0, "count": 0}
+
+
+class OnTheClass(Right):
+    """All objects add to one sum, which each reset sets back."""
+
+    def __init__(self):
+        pass
+
+    total = property(lambda self: SHARED["total"], lambda self, value: SHARED.update(total=value))
+    count = property(lambda self: SHARED["count"], lambda self, value: SHARED.update(count=value))
+
+
+class InFloat32(Right):
+    """Sums that are rounded; the numbers are right to a part in 10 000."""
+
+    def accumulate(self, inputs, outputs):
+        self.total = self.total + outputs.logps.detach().sum().bfloat16().double()
+        self.count = self.count + (inputs["labels"] != IGNORE_INDEX).sum()
+
+
 RANKS = {"test_ranks_merge_into_one", "test_merging_is_associative"}
 EMPTY, RESET = "test_an_empty_window_has_no_numbers", "test_reset_forgets_everything"
+PACKED, OUTLIVES = "test_packing_changes_nothing", "test_its_state_outlives_a_reset"
 
 
 def test_the_right_one_passes(caught):
@@ -160,14 +233,26 @@ def test_the_right_one_passes(caught):
         (MeanOfMeans, {"test_two_accumulations_are_one", "test_ranks_merge_into_one"}),
         (MergesMeans, RANKS),
         (MergeForgets, {*RANKS, "test_an_empty_rank_changes_nothing"}),
-        (NeverResets, {RESET}),
-        (HalfResets, {RESET}),
-        (NaN, {EMPTY, RESET, "test_nothing_labelled_is_no_number"}),
-        (CountsPadding, {"test_padding_changes_nothing", "test_two_accumulations_are_one", "test_ranks_merge_into_one"}),
+        (NeverResets, {RESET, OUTLIVES}),
+        (HalfResets, {RESET, OUTLIVES}),
+        (NaN, {EMPTY, RESET, "test_nothing_labelled_is_no_number", "test_objects_share_nothing"}),
+        (
+            CountsPadding,
+            {
+                "test_packing_changes_nothing",
+                "test_padding_changes_nothing",
+                "test_two_accumulations_are_one",
+                "test_ranks_merge_into_one",
+            },
+        ),
         (Undeclared, {"test_asks_for_what_it_declares"}),
         (Aliases, {"test_the_state_is_plain"}),
         (Tensors, {"test_numbers_are_numbers"}),
         (Writes, {"test_changes_nothing_that_it_is_given"}),
+        (StateIsEmptied, {OUTLIVES}),
+        (Pending, {OUTLIVES, *RANKS, "test_an_empty_rank_changes_nothing"}),
+        (ReadsTheMask, {PACKED}),
+        (CountsRows, {PACKED}),
     ],
 )
 def test_a_fault_is_caught_by_the_tests_about_it(caught, metric, tests):
@@ -177,6 +262,15 @@ def test_a_fault_is_caught_by_the_tests_about_it(caught, metric, tests):
 def test_a_metric_that_keeps_graphs_or_forgets_what_it_is_asked(caught):
     assert "test_the_state_is_plain" in caught(MetricSuite, KeepsGraph)
     assert "test_numbers_are_numbers" in caught(MetricSuite, Forgets)
+
+
+def test_a_metric_that_keeps_its_sums_on_the_class_is_caught(caught):
+    assert "test_objects_share_nothing" in caught(MetricSuite, OnTheClass)
+
+
+def test_rounding_is_told_from_a_fault_and_allowed_by_a_tolerance(caught):
+    assert caught(MetricSuite, InFloat32)
+    assert caught(MetricSuite, InFloat32, tolerance=1e-2) == set(), caught.texts
 
 
 def test_what_is_to_be_done_is_said(caught):

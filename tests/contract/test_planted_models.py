@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 
 import pytest
 import torch
@@ -231,6 +232,167 @@ class PlantedUnweightedRanks(PlantedNothing):
     engine, ranks = Averages, True
 
 
+class NoClip(RanksEngine):
+    def clip(self, optimizer, max_norm, norm_type):
+        return super().clip(optimizer, 1e30, norm_type)
+
+
+class AlwaysTwoNorm(RanksEngine):
+    def clip(self, optimizer, max_norm, norm_type):
+        return super().clip(optimizer, max_norm, 2.0)
+
+
+class NoScale(RanksEngine):
+    def finish_grads(self, optimizer, scale):
+        return super().finish_grads(optimizer, 1.0)
+
+
+class Doubles(RanksEngine):
+    def backward(self, loss_sum, *, sync=True):
+        super().backward(loss_sum * 2, sync=sync)
+
+
+class TurnsEval(RanksEngine):
+    @contextlib.contextmanager
+    def mode(self, train):
+        if not train:
+            self.module.eval()
+        with torch.set_grad_enabled(train):
+            yield
+
+
+class KeepsDropout(RanksEngine):
+    @contextlib.contextmanager
+    def mode(self, train):
+        with torch.set_grad_enabled(train):
+            yield
+
+
+class SaysFinite(RanksEngine):
+    def finish_grads(self, optimizer, scale):
+        super().finish_grads(optimizer, scale)
+        self._windows[optimizer].finite = True
+        return True
+
+
+class OfEngine(RanksEngine):
+    """Changes what a forward is asked for, or gives."""
+
+    def asked(self, batch, needs, how):
+        return batch, needs, how
+
+    def given(self, output):
+        return output
+
+    def forward(self, batch, needs, **how):
+        batch, needs, how = self.asked(batch, needs, how)
+        return self.given(super().forward(batch, needs, **how))
+
+
+class NoTemperature(OfEngine):
+    def asked(self, batch, needs, how):
+        return batch, needs, how | {"temperature": 1.0}
+
+
+class AllFields(OfEngine):
+    def asked(self, batch, needs, how):
+        return batch, needs | {"logits", "entropies", "hidden"}, how
+
+
+class WrongEntropies(OfEngine):
+    def given(self, output):
+        if "entropies" in output:
+            output.entropies = output.entropies * 0
+        return output
+
+
+class WrongPredictions(OfEngine):
+    def given(self, output):
+        if "predictions" in output:
+            output.predictions = output.predictions * 0
+        return output
+
+
+class OnePosition(OfEngine):
+    def asked(self, batch, needs, how):
+        ids = batch.inputs["input_ids"]
+        batch.inputs["position_ids"] = torch.arange(ids.shape[1]).expand_as(ids).contiguous()
+        return batch, needs, how
+
+
+class Lenient(Shifts):
+    """Copies what fits."""
+
+    def load_state_dict(self, name, state):
+        with torch.no_grad():
+            for key, tensor in self.state_dict(name).items():
+                if key in state and state[key].shape == tensor.shape:
+                    tensor.copy_(state[key])
+
+
+class StaysActive(Shifts):
+    @contextlib.contextmanager
+    def activate(self, name):
+        self.check(name)
+        self.module.shifts = self.taking_part(name)
+        self.module.requires_grad_(not name)
+        yield
+
+
+class ForgetsOnError(Shifts):
+    @contextlib.contextmanager
+    def activate(self, name):
+        self.check(name)
+        found, self.module.shifts = self.module.shifts, self.taking_part(name)
+        self.module.requires_grad_(not name)
+        yield
+        self.module.shifts = found
+        self.module.requires_grad_(True)
+
+
+class Revives(Shifts):
+    def release(self, name):
+        self.check(name)
+        self.dead = self.vectors.pop(name)
+
+    def acquire(self, name, config):
+        super().acquire(name, config)
+        self.vectors[name] = getattr(self, "dead", self.vectors[name])
+        return name
+
+
+class Names(Shifts):
+    def _named(self, name, found):
+        return {f"{name}.{key}" if name else key: value for key, value in found.items()}
+
+    def parameters(self, name):
+        return self._named(name, super().parameters(name))
+
+    def state_dict(self, name):
+        return self._named(name, super().state_dict(name))
+
+
+class NoRestore(SessionModel):
+    def resume_from_checkpoint(self, *args, **kwargs):
+        state = torch.get_rng_state()
+        found = super().resume_from_checkpoint(*args, **kwargs)
+        torch.set_rng_state(state)
+        return found
+
+
+class NoPythonRestore(SessionModel):
+    def resume_from_checkpoint(self, *args, **kwargs):
+        state = random.getstate()
+        found = super().resume_from_checkpoint(*args, **kwargs)
+        random.setstate(state)
+        return found
+
+
+def ignoring(verb):
+    """A model whose verb does nothing."""
+    return type(f"Ignores_{verb}", (SessionModel,), {verb: lambda self, *args, **kwargs: None})
+
+
 # ---------------------------------------------------------------------------------------------------- the suite finds them
 
 
@@ -271,6 +433,56 @@ def test_a_planted_bug_is_caught(suite, tests):
     assert outcomes(suite)["failed"] == tests
 
 
+GRADIENT, CLIPPED, BY_VERB = (
+    "test_the_gradient_is_that_of_the_loss",
+    "test_gradients_are_clipped",
+    "test_the_verbs_of_an_update_one_by_one",
+)
+MODE, FLAGS, FIT = (
+    "test_an_evaluation_is_in_evaluation_mode",
+    "test_an_error_leaves_the_flags_alone",
+    "test_what_does_not_fit_is_not_loaded",
+)
+FINITE = "test_gradients_that_are_not_finite_train_nothing"
+GIVEN, USED, RESUMED = "test_losses_get_what_they_need", "test_what_is_set_is_used", "test_resuming_is_as_if_unbroken"
+
+
+@pytest.mark.slow  # a whole suite each
+@pytest.mark.parametrize(
+    ("planted", "tests"),
+    [
+        ({"engine": NoClip}, {CLIPPED}),
+        ({"engine": AlwaysTwoNorm}, {CLIPPED}),
+        ({"engine": NoScale}, {GRADIENT}),
+        ({"engine": Doubles}, {GRADIENT}),
+        ({"engine": TurnsEval}, {MODE, FLAGS}),
+        ({"engine": KeepsDropout}, {MODE}),
+        ({"engine": SaysFinite}, {FINITE}),
+        ({"engine": NoTemperature}, {"test_a_temperature_divides_the_logits"}),
+        ({"engine": AllFields}, {GIVEN}),
+        ({"engine": WrongEntropies}, {GIVEN}),
+        ({"engine": WrongPredictions}, {GIVEN}),
+        ({"engine": OnePosition}, {"test_packed_rows_do_not_see_each_other"}),
+        ({"store": Lenient}, {FIT}),
+        ({"store": StaysActive}, {FLAGS}),
+        ({"store": ForgetsOnError}, {FLAGS}),
+        ({"store": Revives}, {"test_an_adapter_that_comes_again_is_new"}),
+        ({"store": Names}, {"test_an_adapters_checkpoint_fits_one_of_another_name"}),
+        ({"model_cls": NoRestore}, {RESUMED}),
+        ({"model_cls": NoPythonRestore}, {RESUMED}),
+        ({"model_cls": ignoring("flush")}, {"test_a_window_can_be_given_up_or_closed_early"}),
+        ({"model_cls": ignoring("zero_grad")}, {"test_a_window_can_be_given_up_or_closed_early", BY_VERB}),
+        ({"model_cls": ignoring("set_loss")}, {USED, GIVEN, FLAGS, FINITE}),
+        ({"model_cls": ignoring("set_processor")}, {USED}),
+        ({"model_cls": ignoring("add_metric")}, {USED}),
+        ({"model_cls": ignoring("apply_patch")}, {USED}),
+    ],
+    ids=lambda value: next(iter(value.values())).__name__ if isinstance(value, dict) else "",
+)
+def test_a_small_planted_bug_is_caught(planted, tests):
+    assert outcomes(type("Planted", (PlantedNothing,), {"full_parameters": False, **planted}))["failed"] == tests
+
+
 class PlantedNoConfig(PlantedNothing):
     adapter_config = ModelSuite.adapter_config
 
@@ -278,7 +490,7 @@ class PlantedNoConfig(PlantedNothing):
 def test_a_suite_without_an_adapter_says_what_it_lacks():
     texts = {one.test: one.text for one in runner.run(PlantedNoConfig) if one.outcome == runner.FAILED}
     assert "test_the_loss_falls[adapter]" in texts and "test_the_loss_falls[whole]" not in texts
-    assert all("write one, or say adapters = False" in text for text in texts.values())
+    assert all("write one, or say adapters = False" in text for text in texts.values()), texts
 
 
 @pytest.mark.slow  # two processes that import torch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import types
 
@@ -167,6 +168,116 @@ class Nothing(Right):
         """For another model."""
 
 
+class Wraps(Right):
+    """Its forward is another around the right one."""
+
+    def around(self, norm, x):
+        return wrapper(norm, x)
+
+    def apply(self, model):
+        norm = self.norm(model)
+        if norm not in self.wrapped:
+            norm.forward = lambda x: self.around(norm, x)
+            self.wrapped.append(norm)
+
+
+class Detaches(Wraps):
+    def around(self, norm, x):
+        return wrapper(norm, x.detach())
+
+
+class DoublesGradients(Wraps):
+    def around(self, norm, x):
+        return wrapper(norm, 2 * x - x.detach())
+
+
+class HasNoBackward(Wraps):
+    def around(self, norm, x):
+        if torch.is_grad_enabled():
+            raise RuntimeError("the kernel has no backward")
+        return wrapper(norm, x)
+
+
+class LeavesGradientHook(Right):
+    def apply(self, model):
+        super().apply(model)
+        if not model.module.norm.weight._backward_hooks:
+            model.module.norm.weight.register_hook(lambda g: g * 0.5)
+
+
+class LeavesOnParameter(Right):
+    def apply(self, model):
+        super().apply(model)
+        model.module.norm.weight.tagged = True
+
+
+class LeavesOnEngine(Right):
+    def apply(self, model):
+        super().apply(model)
+        model.engine.fused = True
+
+
+class LeavesInTorch(Right):
+    """Replaces a function of torch's."""
+
+    def apply(self, model):
+        super().apply(model)
+        functions = vars(torch.nn.functional)
+        if "silu_found" not in PUT_BACK:
+            PUT_BACK["silu_found"] = found = functions["silu"]
+            torch.nn.functional.silu = lambda *args, **kwargs: found(*args, **kwargs)
+
+
+class LeavesGlobalHook(Right):
+    def apply(self, model):
+        super().apply(model)
+        if "hook" not in PUT_BACK:
+            PUT_BACK["hook"] = torch.nn.modules.module.register_module_forward_hook(lambda *args: None)
+
+
+class LeavesSwitch(Right):
+    def apply(self, model):
+        super().apply(model)
+        torch.backends.cudnn.benchmark = True
+
+
+class LeavesVariable(Right):
+    def apply(self, model):
+        super().apply(model)
+        os.environ["PLANTED"] = "1"
+
+
+class DropsGradients(Right):
+    def apply(self, model):
+        super().apply(model)
+        model.module.zero_grad()
+
+
+class Trains(Right):
+    def undo(self, model):
+        super().undo(model)
+        model.module.train()
+
+
+class UndoOnce(Right):
+    def undo(self, model):
+        del self.wrapped.pop().forward
+
+
+class OutputsInDouble(Right):
+    """Of the outermost layer."""
+
+    def norm(self, model):
+        return model.module.output_layer
+
+    def apply(self, model):
+        layer = self.norm(model)
+        if layer not in self.wrapped:
+            layer.forward = lambda x: torch.nn.functional.linear(x, layer.weight, layer.bias).double()
+            self.wrapped.append(layer)
+
+
+PUT_BACK: dict = {}
 PLANTED: list = []
 
 
@@ -174,7 +285,14 @@ PLANTED: list = []
 def _uproot():
     """What planted patches leave on classes and modules of this process."""
     PLANTED.clear()
+    PUT_BACK.clear()
     yield
+    if "silu_found" in PUT_BACK:
+        torch.nn.functional.silu = PUT_BACK["silu_found"]
+    if "hook" in PUT_BACK:
+        PUT_BACK["hook"].remove()
+    torch.backends.cudnn.benchmark = False
+    os.environ.pop("PLANTED", None)
     for owner, name in PLANTED:
         if name in vars(owner):
             delattr(owner, name)
@@ -185,6 +303,7 @@ ATTRIBUTES, USED, TWICE = (
     "test_undo_after_use_leaves_nothing",
     "test_twice_is_once",
 )
+GRADIENTS, UNDONE = "test_gradients_are_the_same", "test_undo_without_apply_does_nothing"
 LEFT = {ATTRIBUTES, USED, TWICE}
 
 
@@ -198,8 +317,11 @@ def test_the_right_one_passes(caught):
         (LeavesMethod, LEFT, "module 'norm': forward is new"),
         (LeavesAttribute, LEFT, "module 'norm': fused is new"),
         (LeavesHook, LEFT, "module 'norm': _forward_hooks is another"),
-        (FreezesWeights, LEFT, "module 'embed': the values of weight is another"),
+        (FreezesWeights, {*LEFT, GRADIENTS}, "module 'embed': the values of weight is another"),
         (LeavesOnModel, LEFT, "the model's patched_by is new"),
+        (LeavesOnEngine, LEFT, "the engine's fused is new"),
+        (LeavesOnParameter, LEFT, "module 'norm': weight.tagged is new"),
+        (LeavesGradientHook, {*LEFT, GRADIENTS}, "module 'norm': hooks of weight is another"),
     ],
 )
 def test_what_is_left_behind_is_named(caught, patch, tests, says):
@@ -212,6 +334,10 @@ def test_what_is_left_behind_is_named(caught, patch, tests, says):
     [
         (LeavesClassMethod, "class TinyLM: generate is new"),
         (LeavesFunction, "twinkle_core.testing.toys.fast_path is new"),
+        (LeavesInTorch, "torch.nn.functional.silu is another"),
+        (LeavesGlobalHook, "of all modules: _global_forward_hooks is another"),
+        (LeavesSwitch, "torch.backends.cudnn.benchmark is another"),
+        (LeavesVariable, "the variable PLANTED is new"),
     ],
 )
 def test_what_is_left_on_classes_and_modules_is_named(caught, patch, says):
@@ -225,11 +351,18 @@ def test_what_is_left_on_classes_and_modules_is_named(caught, patch, says):
     ("patch", "tests"),
     [
         (Caches, {USED, TWICE}),
-        (Twice, {TWICE}),
-        (TwiceDeep, {TWICE}),
+        (Twice, {TWICE, UNDONE}),
+        (TwiceDeep, {TWICE, UNDONE}),
         (OnlyOnce, {"test_can_be_applied_again"}),
-        (ChangesWhat, {"test_computes_the_same"}),
+        (ChangesWhat, {"test_computes_the_same", GRADIENTS}),
         (Nothing, {"test_changes_something"}),
+        (Detaches, {GRADIENTS}),
+        (DoublesGradients, {GRADIENTS}),
+        (HasNoBackward, {GRADIENTS}),
+        (DropsGradients, {"test_flags_stay"}),
+        (Trains, {"test_flags_stay"}),
+        (UndoOnce, {UNDONE}),
+        (OutputsInDouble, {"test_computes_the_same"}),
     ],
 )
 def test_a_fault_is_caught_by_the_tests_about_it(caught, patch, tests):

@@ -140,6 +140,120 @@ class NoParse(Right):
         return {"role": "assistant", "content": f"assistant: {text}"}
 
 
+class NeverStops(Right):
+    """The last label of each answer, its end token's, is taken away."""
+
+    def changed(self, row):
+        found = row.get("labels", [])
+        for at, label in enumerate(found):
+            if label == self.tokenizer.eos_token_id:
+                found[at] = IGNORE_INDEX
+        return row
+
+
+class Moved(Right):
+    """More is trained: the tokens before or after what is trained already, or some of the first message."""
+
+    places = ()
+
+    def changed(self, row):
+        if labels := row.get("labels"):
+            begins = [t for t in range(1, len(labels)) if labels[t] != IGNORE_INDEX and labels[t - 1] == IGNORE_INDEX]
+            for at in self.places or [b - k for b in begins for k in (1, 2)]:
+                labels[at] = row["input_ids"][at + 1]
+        return row
+
+
+class TrainsSomeOfTheUser(Moved):
+    """Not the whole of the first message, so that it is not to be found as a text."""
+
+    places = (5, 6, 7)
+
+
+class TrainsTheHeader(Moved):
+    """Starts two tokens before the answer."""
+
+
+class TrainsTheUsersEnd(Right):
+    """The end token of whoever wrote."""
+
+    def changed(self, row):
+        if labels := row.get("labels"):
+            ids, end = row["input_ids"], self.tokenizer.eos_token_id
+            row["labels"] = [end if follows == end else label for label, follows in zip(labels, [*ids[1:], 0], strict=True)]
+        return row
+
+
+class PromptsDiffer(Right):
+    """A prompt without its last tokens, or with one too many."""
+
+    cut, more = None, []
+
+    def encode(self, trajectory, *, add_generation_prompt=False):
+        row = super().encode(trajectory, add_generation_prompt=add_generation_prompt)
+        if add_generation_prompt:
+            row["input_ids"] = [*row["input_ids"][: self.cut], *self.more]
+            row["length"] = len(row["input_ids"])
+        return row
+
+
+class PromptsWithoutTheHeader(PromptsDiffer):
+    cut = -4
+
+
+class PromptsThatEnd(PromptsDiffer):
+    @property
+    def more(self):
+        return [self.tokenizer.eos_token_id]
+
+
+class Changes(Right):
+    """The conversation that is encoded is another one."""
+
+    def said(self, messages):
+        return messages
+
+    def encode(self, trajectory, **kwargs):
+        if isinstance(trajectory["messages"], list):
+            with contextlib.suppress(AttributeError, KeyError, TypeError):
+                trajectory = {**trajectory, "messages": self.said(trajectory["messages"])}
+        return super().encode(trajectory, **kwargs)
+
+
+class Strips(Changes):
+    def said(self, messages):
+        return [{**m, "content": m["content"].strip()} for m in messages]
+
+
+class DropsTools(Changes):
+    def said(self, messages):
+        return [m for m in messages if m["role"] != "tool"]
+
+
+class ForgetsOldTurns(Changes):
+    def said(self, messages):
+        return messages[-4:] if len(messages) > 5 else messages
+
+
+class ChecksTheShapeAlone(Right):
+    def check(self, trajectory):
+        return None if isinstance(trajectory["messages"], list) else "no list of messages"
+
+
+class CutsWithALabel(Right):
+    """A label of a token that was cut off, and another one at that."""
+
+    def changed(self, row):
+        if self.truncation_strategy in ("left", "right") and "labels" in row and row["labels"][-1] == IGNORE_INDEX:
+            row["labels"][-1] = 5
+        return row
+
+
+class Sorts(Right):
+    def batch_encode(self, trajectories, **kwargs):
+        return super().batch_encode(sorted(trajectories, key=lambda t: len(str(t))), **kwargs)
+
+
 def test_the_right_one_passes(caught):
     assert caught(TemplateSuite, Right) == set(), caught.texts
 
@@ -147,9 +261,18 @@ def test_the_right_one_passes(caught):
 @pytest.mark.parametrize(
     ("template", "tests"),
     [
-        (TrainsTheUser, {"test_nobody_elses_words_are_trained", "test_an_echo_is_trained_once", "test_truncation"}),
+        (
+            TrainsTheUser,
+            {
+                "test_nobody_elses_words_are_trained",
+                "test_nothing_between_messages_is_trained",
+                "test_an_echo_is_trained_once",
+                "test_a_prompt_is_how_the_row_begins",
+                "test_truncation",
+            },
+        ),
         (FindsByText, {"test_an_echo_is_trained_once"}),
-        (DoesNotShift, {"test_labels_are_what_comes_next", "test_truncation"}),
+        (DoesNotShift, {"test_labels_are_what_comes_next", "test_a_prompt_is_how_the_row_begins", "test_truncation"}),
         (TrainsTheLastTurnOnly, {"test_the_assistants_words_are_trained"}),
         (IgnoresTruncation, {"test_truncation"}),
         (CutsTheWrongSide, {"test_truncation"}),
@@ -161,13 +284,24 @@ def test_the_right_one_passes(caught):
         (ChecksNothing, {"test_check_says_what_encode_does"}),
         (TrainsPrompts, {"test_a_prompt_has_no_labels"}),
         (NoParse, {"test_parses_a_completion"}),
+        (NeverStops, {"test_an_answer_ends_with_a_trained_token"}),
+        (TrainsSomeOfTheUser, {"test_nobody_elses_words_are_trained", "test_truncation"}),
+        (TrainsTheHeader, {"test_nothing_between_messages_is_trained", "test_a_prompt_is_how_the_row_begins"}),
+        (TrainsTheUsersEnd, {"test_nothing_between_messages_is_trained", "test_a_prompt_is_how_the_row_begins"}),
+        (PromptsWithoutTheHeader, {"test_a_prompt_is_how_the_row_begins"}),
+        (PromptsThatEnd, {"test_nothing_between_messages_is_trained", "test_a_prompt_is_how_the_row_begins"}),
+        (Strips, {"test_spaces_are_kept"}),
+        (DropsTools, {"test_other_roles_are_shown_or_refused"}),
+        (ChecksTheShapeAlone, {"test_check_says_what_encode_does"}),
+        (CutsWithALabel, {"test_truncation"}),
+        (Sorts, {"test_batches_are_single_rows"}),
     ],
 )
 def test_a_fault_is_caught_by_the_tests_about_it(caught, template, tests):
     assert caught(TemplateSuite, template) == tests, caught.texts
 
 
-@pytest.mark.parametrize("template", [LosesAToken, DecodesCleanly])
+@pytest.mark.parametrize("template", [LosesAToken, DecodesCleanly, ForgetsOldTurns])
 def test_a_template_that_changes_the_text_is_caught(caught, template):
     assert "test_decoding_gives_the_text_back" in caught(TemplateSuite, template)
 

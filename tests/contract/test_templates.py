@@ -8,6 +8,7 @@ from twinkle_core.templates.chat import ChatTemplate
 from twinkle_core.testing import TemplateSuite, compliance
 from twinkle_core.testing.tokenizers import (
     CHATML_TAGGED,
+    brackets_tokenizer,
     chatml_tokenizer,
     headers_tokenizer,
     next_role_tokenizer,
@@ -35,6 +36,22 @@ class TestHeaders(TemplateSuite):
 
     component = ChatTemplate
     arguments = {"model_id": headers_tokenizer()}
+    keeps_edges = False
+
+
+class TestBrackets(TemplateSuite):
+    """No header before an answer; the system's words go before the last question."""
+
+    component = ChatTemplate
+    arguments = {"model_id": brackets_tokenizer()}
+    keeps_edges = False
+
+
+class TestThinkInPrompt(TemplateSuite):
+    """The prompt begins the thought that the answer goes on with."""
+
+    component = ChatTemplate
+    arguments = {"model_id": thinking_tokenizer(think_in_prompt=True)}
 
 
 class TestNextRole(TemplateSuite):
@@ -42,6 +59,7 @@ class TestNextRole(TemplateSuite):
 
     component = ChatTemplate
     arguments = {"model_id": next_role_tokenizer()}
+    keeps_edges = False
 
 
 class TestLastTurn(TemplateSuite):

@@ -79,14 +79,20 @@ def run(args: argparse.Namespace) -> int:
 
 
 def text(rows: Sequence[Row], faults: Iterable[str]) -> str:
-    """The table; below it what failed with its text, and expected failures with their reasons."""
+    """The table; below it what failed with its text, expected failures with their reasons, and a line for what was left out."""
     parts = [table(("component", *OUTCOMES), [(row.label, *(str(row.count(o)) for o in OUTCOMES)) for row in rows])]
     parts += [note for row in rows for note in _notes(row, "failed")]
     parts += [note for row in rows for note in _notes(row, "expected")]
+    beside = [f"left out: {row.label}: {test}: {why}" for row in rows for test, o, why in row.outcomes if o == "left out"]
+    parts += ["\n".join(beside)] * bool(beside)
     parts += faults
     total = Counter(o for row in rows for _, o, _ in row.outcomes)
     failed = total["failed"] + len(list(faults))
-    parts.append(f"{failed} failed, {total['passed']} passed" if failed else f"all passed: {total['passed']} checks")
+    parts.append(
+        f"{failed} failed, {total['passed']} passed"
+        if failed
+        else f"all passed: {total['passed']} check{'s' * (total['passed'] != 1)}"
+    )
     return "\n\n".join(parts)
 
 

@@ -43,6 +43,8 @@ LossFn = Callable[[Batch, ModelOutput], LossOutput]
 class Engine(ABC):
     """Nine methods that a backend writes; everything else (windows, losses, metrics, checkpoints) is core's."""
 
+    #: the torch network that it computes with; the model gives it to patches under the same name
+    module: Any
     mesh: DeviceMesh
     device: Any  # torch.device
     capabilities: frozenset[str] = frozenset()

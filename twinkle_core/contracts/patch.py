@@ -11,11 +11,16 @@ class Patch(ABC):
 
     @abstractmethod
     def apply(self, model: Any) -> None:
-        """Change the model in place. Applying twice equals applying once."""
+        """Change the model in place. Applying twice equals applying once.
+
+        Args:
+            model: a twinkle model, whose ``module`` is the torch network; its gradients go on as its outputs do.
+        """
 
     @abstractmethod
     def undo(self, model: Any) -> None:
-        """Put back what ``apply`` found: attributes, methods and outputs bit for bit.
+        """Put back what ``apply`` found: attributes, methods and outputs bit for bit. Where it is not applied, or was undone
+        already: nothing.
 
         Raises:
             PatchOrder: a patch that was applied later stands on this one; the text names it.

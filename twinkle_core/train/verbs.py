@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from twinkle_core import plugins
 from twinkle_core.contracts.adapters import AdapterStore
 from twinkle_core.contracts.engine import Engine
@@ -24,3 +26,8 @@ class SessionModel(UpdateVerbs, SetupVerbs, StorageVerbs, TwinkleModel):
     def __init__(self, engine: Engine, adapters: AdapterStore) -> None:
         super().__init__(engine, adapters)
         plugins.hooks().twinkle_model_created(model=self)
+
+    @property
+    def module(self) -> Any:
+        """The torch network that it computes with: what a patch reaches."""
+        return self.engine.module

@@ -24,7 +24,8 @@ from twinkle_core.types import IGNORE_INDEX, InputFeature, LossOutput
 
 #: fields of a batch that belong to its tokens
 _PER_TOKEN = ("input_ids", "labels", "attention_mask", "position_ids")
-_RTOL, _ATOL = 1e-9, 1e-10
+#: of sums in another order: in float64, and for what computes in float32 whatever it is given
+_FLOAT64, _FLOAT32 = (1e-9, 1e-10), (1e-4, 1e-5)
 
 
 class LossSuite(Suite):
@@ -39,7 +40,8 @@ class LossSuite(Suite):
 
     Capabilities:
 
-    * ``float64``: computes in float64 when it is given float64 (needed by ``test_gradients_are_those_of_the_formula``).
+    * ``float64``: computes in float64 when it is given float64 (needed by ``test_gradients_are_those_of_the_formula``). Without
+      it sums are compared as float32 rounds them.
     * ``packing``: takes packed batches ``[1, T]`` with ``seq_lens`` as well as padded ones.
     """
 
@@ -129,7 +131,52 @@ class LossSuite(Suite):
         for kept, now, what in zip(before, (case.inputs, outputs), ("inputs", "outputs"), strict=True):
             changed = sorted(k for k, v in kept.items() if not torch.equal(v.nan_to_num(), now[k].detach().nan_to_num()))
             assert not changed, f"it changes {what}: {', '.join(changed)}. Metrics and other losses read them too; copy first"
-        _same(first, second, "the second call with the same batch differs from the first: a loss keeps nothing between calls")
+        self._same(first, second, "the second call with the same batch differs from the first: keep nothing between calls")
+
+    def test_keeps_nothing_between_batches(self, loss: Any, rows: Any, loss_args: Any) -> None:
+        """After another batch it gives what it gives first; batches get no fields from it, and random numbers go on."""
+        stop = sum(micro.group_sizes(loss, rows)[:1])
+        first = _Case(copy.deepcopy(loss), rows, loss_args).call()
+        used = copy.deepcopy(loss)
+        _Case(used, rows, loss_args).rows_from(range(stop)).call()
+        case = _Case(used, rows, loss_args)
+        outputs = outputs_of(case.model, case.inputs, case.needs)
+        fields = [set(case.inputs), set(outputs)]
+        self._same(first, case.call(), "after another batch it gives another result: it keeps something of that one")
+        states = []
+        with torch.random.fork_rng(devices=[]):
+            for seed in (1, 2):
+                torch.manual_seed(seed)
+                loss(case.inputs, outputs, **case.args)
+                states.append(torch.get_rng_state())
+        more = sorted((set(case.inputs) - fields[0]) | (set(outputs) - fields[1]))
+        assert not more, f"it puts {', '.join(more)} into the batch: others read it too; copy first"
+        assert not torch.equal(*states), "it seeds torch's random numbers, and dropout with them: use a torch.Generator"
+
+    def test_its_own_numbers_add_up(self, loss: Any, rows: Any, loss_args: Any) -> None:
+        """Each of ``LossOutput.metrics`` is a sum and a weight without a graph; halves add up; padding is not in it."""
+        whole = _Case(loss, rows, loss_args)
+        sizes = micro.group_sizes(loss, rows)
+        numbers = whole.call().metrics or {}
+        if not numbers:
+            pytest.skip("it has no numbers of its own")
+        graphs = [n for n, pair in numbers.items() if any(isinstance(v, torch.Tensor) and v.requires_grad for v in pair)]
+        assert not graphs, f"metrics: {graphs[0]} has a graph, which keeps the memory of each step: .detach() it"
+        padded = _Case(loss, rows, loss_args, pad_to_multiple_of=16).call().metrics or {}
+        cut = sum(sizes[: len(sizes) // 2])
+        parts = [whole.rows_from(part).call().metrics or {} for part in (range(cut), range(cut, len(rows)))]
+        for name, pair in numbers.items():
+            mine = [_number(v) for v in pair]
+            wide = [_number(v) for v in padded[name]]
+            assert all(self._close(a, b) for a, b in zip(mine, wide, strict=True)), (
+                f"metrics: more padding changes {name}, {mine} against {wide}: count where inputs['labels'] != -100"
+            )
+            if loss.scope != "batch":
+                added = [sum(_number(part[name][i]) for part in parts if name in part) for i in range(2)]
+                assert all(self._close(a, b) for a, b in zip(mine, added, strict=True)), (
+                    f"metrics: {name} of the batch is {mine} (sum, weight), and its halves give {added}: give the sum and the "
+                    "number of items, not a mean"
+                )
 
     def test_survives_pickling(self, loss: Any, rows: Any, loss_args: Any) -> None:
         """Workers on other machines get it as a pickle."""
@@ -138,7 +185,7 @@ class LossSuite(Suite):
             f"it can't be pickled ({copied.why}): keep no lambda, local function, lock or open file in it; a function of a "
             "module will do"
         )
-        _same(
+        self._same(
             _Case(loss, rows, loss_args).call(),
             _Case(copied.value, rows, loss_args).call(),
             "its pickle gives another result: what __init__ sets must be in its state",
@@ -161,7 +208,7 @@ class LossSuite(Suite):
             "inputs['labels'] != -100 before the sum"
         )
         other = torch.where(masked[..., None], -3 * hidden + 1, hidden).detach().requires_grad_()
-        _same(
+        self._same(
             result,
             case.call(HiddenStates(case.model, other)),
             "what the model says at positions with label -100 changes the loss: mask with inputs['labels'] != -100",
@@ -174,7 +221,7 @@ class LossSuite(Suite):
         if any(micro.of_rows(v, len(rows)) for v in loss_args.values()) or max(loss.groups(rows)) > 1:
             pytest.skip("rows come with arguments of their own, or in groups")
         silent = [*rows, _unlabelled(rows[0])]
-        _same(
+        self._same(
             _Case(loss, rows, loss_args).call(),
             _Case(loss, silent, loss_args).call(),
             "a row in which every label is -100 changes it: count and sum only where inputs['labels'] != -100",
@@ -210,7 +257,7 @@ class LossSuite(Suite):
         halves = [whole.rows_from(range(cut)), whole.rows_from(range(cut, len(rows)))]
         result, parts = whole.call(), [half.call() for half in halves]
         total, weight = sum(_number(p.sum) for p in parts), sum(_number(p.weight) for p in parts)
-        same = _close(_number(result.sum), total) and _close(_number(result.weight), weight)
+        same = self._close(_number(result.sum), total) and self._close(_number(result.weight), weight)
         shown = (
             f"sum {_number(result.sum):.6g} and weight {_number(result.weight):.6g} of the batch, "
             f"{total:.6g} and {weight:.6g} of its halves"
@@ -224,14 +271,15 @@ class LossSuite(Suite):
         assert same, (
             f"its scope is '{loss.scope}', but its halves do not add up: {shown}. Return the sum over items, not their mean, "
             "and how many items it sums; or declare scope 'batch' if it compares rows with each other"
+            + self._hint([(_number(result.sum), total), (_number(result.weight), weight)])
         )
         gradient = sum(half.gradient(part.sum) for half, part in zip(halves, parts, strict=True))
         torch.testing.assert_close(
             whole.gradient(result.sum),
             gradient,
             msg="the gradients of its halves do not add up: something is detached or shared",
-            rtol=_RTOL,
-            atol=_ATOL,
+            rtol=self.tolerances[0],
+            atol=self.tolerances[1],
         )
 
     def test_slices_of_rows_add_up_where_it_is_token_local(self, loss: Any, rows: Any, loss_args: Any) -> None:
@@ -248,7 +296,7 @@ class LossSuite(Suite):
             for columns in (slice(0, length // 2), slice(length // 2, length))
         ]
         added = LossOutput(parts[0].sum + parts[1].sum, parts[0].weight + parts[1].weight)
-        _same(
+        self._same(
             case.call(),
             added,
             "it says token_local = True, but the slices of the rows do not add up: the loss of a token depends on other tokens",
@@ -257,7 +305,7 @@ class LossSuite(Suite):
     @pytest.mark.parametrize("side", ["right", "left"])
     def test_padding_changes_nothing(self, loss: Any, rows: Any, loss_args: Any, side: str) -> None:
         """More padding, on either side, changes neither sum nor weight nor gradients."""
-        _assert_alike(
+        self._assert_alike(
             _Case(loss, rows, loss_args),
             _Case(loss, rows, loss_args, padding_side=side, pad_to_multiple_of=16),
             f"more padding on the {side} changes it: count and sum only where inputs['labels'] != -100 (never with .mean(), "
@@ -267,7 +315,7 @@ class LossSuite(Suite):
     @capability("packing")
     def test_packing_changes_nothing(self, loss: Any, rows: Any, loss_args: Any) -> None:
         """Rows in one sequence give what they give padded."""
-        _assert_alike(
+        self._assert_alike(
             _Case(loss, rows, loss_args),
             _Case(loss, rows, loss_args, padding_free=True),
             "packed rows ([1, T] with seq_lens) give another result than padded ones: tell rows apart by "
@@ -279,7 +327,7 @@ class LossSuite(Suite):
         stops = list(itertools.accumulate(micro.group_sizes(loss, rows)))
         blocks = [range(start, stop) for start, stop in zip([0, *stops], stops, strict=False)]
         order = [i for block in reversed(blocks) for i in block]
-        _assert_alike(
+        self._assert_alike(
             _Case(loss, rows, loss_args),
             _Case(loss, [rows[i] for i in order], {k: _taken(v, order) for k, v in loss_args.items()}),
             "the order of the rows changes it: declare in groups() which rows belong together, or list this test in "
@@ -306,6 +354,35 @@ class LossSuite(Suite):
         assert checked.error is None, (
             "its gradients are not those of its sum: a detached factor, a custom backward, or a jump in the formula. If it is "
             f"meant so (a straight-through estimate, a stopped gradient), list this test in expected_failures.\n{checked.why}"
+        )
+
+    # ------------------------------------------------------------------------------------------------ how
+
+    @property
+    def tolerances(self) -> tuple[float, float]:
+        """Relative and absolute."""
+        return _FLOAT64 if self.float64 else _FLOAT32
+
+    def _close(self, a: float, b: float) -> bool:
+        return math.isclose(a, b, rel_tol=self.tolerances[0], abs_tol=self.tolerances[1])
+
+    def _hint(self, pairs: Sequence[tuple[float, float]]) -> str:
+        """What numbers that are nearly the same are told."""
+        near = self.float64 and all(math.isclose(a, b, rel_tol=1e-5, abs_tol=1e-6) for a, b in pairs)
+        return "\n    They agree to float32's rounding: if it computes in float32, say float64 = False" if near else ""
+
+    def _same(self, one: LossOutput, other: LossOutput, why: str) -> None:
+        pairs = [(_number(one.sum), _number(other.sum)), (_number(one.weight), _number(other.weight))]
+        shown = f"sum {pairs[0][0]:.8g} and weight {pairs[1][0]:.8g}, against {pairs[0][1]:.8g} and {pairs[1][1]:.8g}"
+        assert all(self._close(a, b) for a, b in pairs), f"{why}\n    {shown}{self._hint(pairs)}"
+
+    def _assert_alike(self, one: _Case, other: _Case, why: str) -> None:
+        """Sum, weight and gradients."""
+        first, second = one.call(), other.call()
+        self._same(first, second, why)
+        rtol, atol = self.tolerances
+        torch.testing.assert_close(
+            one.gradient(first.sum), other.gradient(second.sum), msg=f"{why} (its gradients)", rtol=rtol, atol=atol
         )
 
 
@@ -378,27 +455,6 @@ def _has_labels(rows: Sequence[InputFeature]) -> bool:
 
 def _number(value: Any) -> float:
     return float(value.detach()) if isinstance(value, torch.Tensor) else float(value)
-
-
-def _close(a: float, b: float) -> bool:
-    return math.isclose(a, b, rel_tol=_RTOL, abs_tol=_ATOL)
-
-
-def _same(one: LossOutput, other: LossOutput, why: str) -> None:
-    shown = (
-        f"{why}\n    sum {_number(one.sum):.8g} and weight {_number(one.weight):.8g}, against "
-        f"{_number(other.sum):.8g} and {_number(other.weight):.8g}"
-    )
-    assert _close(_number(one.sum), _number(other.sum)) and _close(_number(one.weight), _number(other.weight)), shown
-
-
-def _assert_alike(one: _Case, other: _Case, why: str) -> None:
-    """Sum, weight and gradients."""
-    first, second = one.call(), other.call()
-    _same(first, second, why)
-    torch.testing.assert_close(
-        one.gradient(first.sum), other.gradient(second.sum), msg=f"{why} (its gradients)", rtol=_RTOL, atol=_ATOL
-    )
 
 
 def _assert_finite(case: _Case, where: str) -> None:

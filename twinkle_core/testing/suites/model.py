@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import random
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
+import numpy
 import pytest
 import torch
 
@@ -14,20 +16,20 @@ from twinkle_core.contracts.engine import GENERATE, SPLIT_STEP
 from twinkle_core.contracts.model import TwinkleModel
 from twinkle_core.contracts.template import Template
 from twinkle_core.data.sampler import share
-from twinkle_core.errors import BadAdapter, CannotBuild, DuplicateAdapter, NoOptimizer, UnknownAdapter, Unsupported
+from twinkle_core.errors import BadAdapter, DuplicateAdapter, NoOptimizer, UnknownAdapter, Unsupported
 from twinkle_core.testing.ranks import run as run_ranks
-from twinkle_core.testing.suites.base import Suite, capability
+from twinkle_core.testing.suites.base import capability
+from twinkle_core.testing.suites.model_numbers import ModelNumbers
+from twinkle_core.testing.suites.model_state import ModelState
 from twinkle_core.testing.suites.training import (
     Rows,
     Weights,
     assert_close,
     assert_same,
     is_refused,
-    seeded,
     train,
     weights,
 )
-from twinkle_core.testing.toys import random_rows
 from twinkle_core.types import IGNORE_INDEX, InputFeature, Message, Trajectory
 
 
@@ -47,7 +49,7 @@ class Numbers(Template):
         return {"role": "assistant", "content": text}
 
 
-class ModelSuite(Suite):
+class ModelSuite(ModelNumbers, ModelState):
     """Checks of a model on a CPU. Make it tiny (two layers): it is built anew many times, and trained for a few steps.
 
     ::
@@ -66,6 +68,7 @@ class ModelSuite(Suite):
 
     * ``adapters``: several adapters at once; then ``adapter_config`` is needed.
     * ``full_parameters``: trains without any adapter, as a whole.
+    * ``packing``: rows in one sequence, told apart by ``position_ids``, compute what they do apart.
     * ``ranks``: data ranks. Two processes (gloo) build the model each; ``RANK``, ``WORLD_SIZE`` and the process group are set.
 
     Verbs that need a capability the engine lacks (``split_step``, ``generate``) must raise Unsupported; those it has must work.
@@ -74,59 +77,6 @@ class ModelSuite(Suite):
     ``sgd_learning_rate`` (of plain SGD, with updates about as large as they may be), ``tolerance`` (of sums in another order,
     relative to what the training has changed), ``generate_arguments``.
     """
-
-    kind = "model"
-    adapters: ClassVar[bool] = True
-    full_parameters: ClassVar[bool] = True
-    ranks: ClassVar[bool] = True
-    vocabulary: ClassVar[int] = 11
-    learning_rate: ClassVar[float] = 1e-2
-    sgd_learning_rate: ClassVar[float] = 0.3
-    tolerance: ClassVar[float] = 5e-6
-    generate_arguments: ClassVar[Mapping[str, Any]] = {}
-
-    # ------------------------------------------------------------------------------------------------ what is checked
-
-    def adapter_config(self, name: str) -> Any:
-        """The config of an adapter; override it."""
-        why = f"{type(self).__name__} has no adapter_config(name); write one, or say adapters = False"
-        raise CannotBuild(self.kind, type(self).__name__, why)
-
-    def capabilities(self, model: TwinkleModel) -> frozenset[str]:
-        """What the model declares beyond what all have. A model without an Engine overrides it."""
-        return frozenset(model.engine.capabilities)  # type: ignore[attr-defined]
-
-    @classmethod
-    def trained(cls) -> list[str]:
-        """Adapters that are trained one after the other: '' is the model as a whole."""
-        return [BASE] * cls.full_parameters + ["a"] * cls.adapters
-
-    def ready(self, *names: str, optimizer: str = "sgd", lr: float | None = None) -> TwinkleModel:
-        """A new model with these adapters, each with an optimizer ('': the whole model)."""
-        if lr is None:
-            lr = self.sgd_learning_rate if optimizer == "sgd" else self.learning_rate
-        with seeded():
-            model: TwinkleModel = self.build()
-            for name in names:
-                if name != BASE:
-                    model.add_adapter_to_model(name, self.adapter_config(name))
-                model.set_optimizer(optimizer, lr=lr, adapter_name=name)
-        return model
-
-    @pytest.fixture
-    def model(self) -> TwinkleModel:
-        """A new model without adapters."""
-        return self.ready()
-
-    @pytest.fixture
-    def rows(self) -> Rows:
-        """Encoded rows of different lengths, and a different number of labels."""
-        return random_rows([6, 3, 9, 2, 5], vocabulary=self.vocabulary)
-
-    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        """Tests that take ``name`` run for the whole model and for an adapter, as far as there are these."""
-        if "name" in metafunc.fixturenames:
-            metafunc.parametrize("name", self.trained(), ids=lambda name: "adapter" if name else "whole")
 
     # ------------------------------------------------------------------------------------------------ training
 
@@ -255,15 +205,17 @@ class ModelSuite(Suite):
         backwards = [rows[:2], rows[2:]] * 4
         cut = 5 if within else 4
         train(unbroken, name, backwards[:cut], steps=2)
+        _draw()
         unbroken.save("half", tmp_path, adapter_name=name, save_optimizer=True, consumed_train_samples=12)
-        state = torch.get_rng_state()
+        state = _random_state()
         expected = train(unbroken, name, backwards[cut:], steps=2)
 
         train(resumed, name, [rows[1:3]] * 2, steps=2)
-        torch.manual_seed(1)
+        _draw()
         progress = resumed.resume_from_checkpoint(tmp_path / "half", adapter_name=name)
         assert progress == {"cur_step": 2, "consumed_train_samples": 12, "gradient_accumulation_steps": 2}
-        assert torch.equal(torch.get_rng_state(), state), "torch's random state was not restored"
+        other = [library for library, found in _random_state().items() if found != state[library]]
+        assert not other, f"the random state of {', '.join(other)} was not restored"
         assert train(resumed, name, backwards[cut:], steps=2) == expected, "other losses or gradient norms (None: no update)"
         assert_same(weights(resumed, name), weights(unbroken, name))
 
@@ -376,3 +328,20 @@ class ModelSuite(Suite):
             found[name] = {"start": start, "norms": norms, "metric": metric["loss"], "saved": saved}
             found[name]["weights"] = weights(model, name)
         return found
+
+
+def _draw() -> None:
+    """Move on the random states that a checkpoint holds."""
+    torch.rand(1)
+    random.random()
+    numpy.random.random()
+
+
+def _random_state() -> dict[str, str]:
+    """Of each library, as text."""
+    numbers = numpy.random.get_state(legacy=True)
+    return {
+        "torch": str(torch.get_rng_state().tolist()),
+        "Python": str(random.getstate()),
+        "numpy": str([list(part) if isinstance(part, numpy.ndarray) else part for part in numbers]),
+    }

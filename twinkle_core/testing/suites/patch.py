@@ -9,6 +9,8 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
+from twinkle_core import settings
+from twinkle_core.isolation import attempt
 from twinkle_core.processors.input import InputProcessor
 from twinkle_core.testing.engines import ToyEngine
 from twinkle_core.testing.suites.base import Suite, capability
@@ -27,22 +29,23 @@ class TinyModel(SessionModel):
     """A twinkle model over two small layers, in float32. ``module`` is the torch module, as in the backends."""
 
     def __init__(self) -> None:
-        self.module = tiny_lm(torch.float32)
-        super().__init__(ToyEngine(self.module), SingleAdapter(self.module))
+        module = tiny_lm(torch.float32)
+        super().__init__(ToyEngine(module), SingleAdapter(module))
 
 
 class PatchSuite(Suite):
     """Checks of a Patch: it goes without a trace.
 
     Compared are, of each module of the model: its attributes, parameters, buffers, hooks and class; the attributes of its
-    classes; the names in the Python modules where these are written; and outputs, bit for bit.
+    classes; the names in the Python modules where these are written; torch's functions and switches, hooks of all modules
+    and the environment; and outputs, bit for bit. Gradients are compared as outputs are.
 
     Fixtures and methods to override:
 
     * ``patch``: the object.
     * ``model``: what it is applied to; by default a twinkle model over two small layers. Give one that the patch is for.
     * ``modules(model)``: the torch modules of the model.
-    * ``outputs(model)``: a tensor, or several, that the model computes.
+    * ``outputs(model)``: a tensor, or several, that the model computes. ``training_outputs(model)``: the same with a graph.
 
     Capabilities:
 
@@ -153,13 +156,85 @@ class PatchSuite(Suite):
         patched = self._outputs(model)
         patch.undo(model)
         for old, new in zip(before, patched, strict=True):
-            same = old.shape == new.shape and torch.allclose(old.float(), new.float(), rtol=self.tolerance, atol=self.tolerance)
+            assert old.dtype == new.dtype, f"the patched model's outputs are {new.dtype}, and were {old.dtype}"
+            same = old.shape == new.shape and torch.allclose(old, new, rtol=self.tolerance, atol=self.tolerance)
             assert same, (
                 "the patched model gives other outputs. Where rounding differs more, raise 'tolerance'; where it is meant so, "
                 "say same_outputs = False and what changes"
             )
 
+    @capability("same_outputs")
+    def test_gradients_are_the_same(self, patch: Any, model: Any) -> None:
+        """What the model learns is not changed either, and after ``undo`` it is so bit for bit."""
+        before = self._gradients(model)
+        patch.apply(model)
+        got = attempt(lambda: self._gradients(model))
+        patch.undo(model)
+        assert got.value is not None, f"a backward through the patched model fails: {got.why}"
+        for name, old in before.items():
+            new = got.value.get(name)
+            scale = float(old.abs().max()) or 1.0
+            assert new is not None and torch.allclose(new, old, rtol=self.tolerance, atol=self.tolerance * scale), (
+                f"the patched model gives {name} {'another gradient' if new is not None else 'no gradient'}: a patch keeps "
+                "gradients as it keeps outputs"
+            )
+        more = sorted(got.value.keys() - before.keys())
+        assert not more, f"the patched model gives {more[0]} a gradient, and without the patch it has none"
+        again = self._gradients(model)
+        other = [name for name, old in before.items() if name not in again or not torch.equal(old, again[name])]
+        assert not other, f"after undo() the gradient of {other[0]} is another than before apply(): a hook was left"
+
+    def test_undo_without_apply_does_nothing(self, patch: Any, model: Any) -> None:
+        """Before ``apply``, and a second time after it."""
+        for way in ("before apply()", "a second time"):
+            if way == "a second time":
+                patch.apply(model)
+                patch.undo(model)
+            before = self._photo(model)
+            got = attempt(lambda: patch.undo(model))
+            assert got.error is None, f"undo() {way} fails: {got.why}. Where there is nothing to put back, it does nothing"
+            left = _differences(before, self._photo(model))
+            assert not left, f"undo() {way} changes the model: {_listed(left)}"
+
+    def test_flags_stay(self, patch: Any, model: Any) -> None:
+        """Modules in evaluation mode and gradients that are there stay so, through ``apply`` and ``undo``."""
+        modules = [module for _, module in self.modules(model)]
+        modules[-1].eval()
+        parameters = list(modules[0].parameters())
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        patch.apply(model)
+        patch.undo(model)
+        assert not modules[-1].training, "undo() leaves a module in training mode that was found in evaluation mode"
+        assert all(p.grad is not None and bool((p.grad == 1).all()) for p in parameters), (
+            "apply() or undo() drops gradients that were there: it may be called within a window"
+        )
+        for parameter in parameters:
+            parameter.grad = None
+
     # ------------------------------------------------------------------------------------------------ how
+
+    def training_outputs(self, model: Any) -> Any:
+        """As ``outputs``, with a graph: a tensor or several."""
+        if isinstance(model, torch.nn.Module):
+            return self.outputs(model)
+        return model.forward(InputProcessor().collate(random_rows([3, 5, 2])), return_logits=True)["logits"]
+
+    def _gradients(self, model: Any) -> dict[str, torch.Tensor]:
+        """Of a weighted sum of the outputs, by the parameter's name. What is in ``grad`` stays."""
+        (_, network), *_ = self.modules(model)
+        named = {name: p for name, p in network.named_parameters() if p.requires_grad}
+        with torch.random.fork_rng(devices=[]), torch.enable_grad():
+            torch.manual_seed(0)
+            found = self.training_outputs(model)
+            tensors = [t for t in ([found] if isinstance(found, torch.Tensor) else found) if t.requires_grad]
+            loss = sum(
+                ((t * torch.linspace(-1, 1, t.numel(), dtype=t.dtype).view_as(t)).sum() for t in tensors), torch.zeros(())
+            )
+            if not tensors:
+                return {}
+            given = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
+        return {name: g for name, g in zip(named, given, strict=True) if g is not None}
 
     def _outputs(self, model: Any) -> list[torch.Tensor]:
         with torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -171,23 +246,55 @@ class PatchSuite(Suite):
         """Place -> the object that was there; of tensors their bits too. It holds the objects: no id is used twice."""
         photo: dict[str, Any] = {}
         classes: dict[type, None] = {}
+        photo |= _world()
         if not isinstance(model, torch.nn.Module):
+            if (engine := getattr(model, "engine", None)) is not None and hasattr(engine, "__dict__"):
+                photo |= {f"the engine's {k}": v for k, v in vars(engine).items()}
             photo |= {f"the model's {k}": v for k, v in vars(model).items()}
         for name, module in self.modules(model):
             where = f"module '{name}'" if name else "the outermost module"
             photo[f"the class of {where}"] = type(module)
             for key, value in vars(module).items():
                 photo[f"{where}: {key}"] = _part(value)
+                if type(value).__module__ != "builtins" and not isinstance(value, torch.nn.Module | torch.Tensor):
+                    inside = getattr(value, "__dict__", None) or {}
+                    photo |= {f"{where}: {key}.{k}": _frozen(v) for k, v in inside.items()}
             for kind in ("_parameters", "_buffers"):
                 for key, tensor in vars(module)[kind].items():
                     if tensor is not None:
                         photo[f"{where}: the values of {key}"] = _Bits(tensor)
+                        photo |= {f"{where}: {key}.{k}": v for k, v in vars(tensor).items()}
+                        photo[f"{where}: hooks of {key}"] = len(tensor._backward_hooks or ())
             classes |= dict.fromkeys(c for c in type(module).__mro__ if c not in _FOREIGN)
         for cls in classes:
             photo |= {f"class {cls.__qualname__}: {k}": v for k, v in vars(cls).items() if k not in _OWN}
             names = vars(sys.modules[cls.__module__]) if cls.__module__ in sys.modules else {}
             photo |= {f"{cls.__module__}.{k}": v for k, v in names.items() if k not in _OWN}
         return photo
+
+
+def _world() -> dict[str, Any]:
+    """What is there for the whole process: functions of torch, hooks of all modules, switches, the environment."""
+    photo: dict[str, Any] = {}
+    for place in (torch, torch.nn.functional, torch.nn, torch.Tensor):
+        photo |= {f"{place.__name__}.{k}": v for k, v in list(vars(place).items()) if callable(v)}
+    for key, value in vars(torch.nn.modules.module).items():
+        if key.startswith("_global_") and isinstance(value, Mapping):
+            photo[f"of all modules: {key}"] = _part(dict(value))
+    photo["the default dtype"] = str(torch.get_default_dtype())
+    photo["the precision of float32 products"] = torch.get_float32_matmul_precision()
+    photo["the number of threads"] = torch.get_num_threads()
+    photo["deterministic algorithms"] = torch.are_deterministic_algorithms_enabled()
+    photo["gradients on"] = torch.is_grad_enabled()
+    for name in ("benchmark", "deterministic", "enabled", "allow_tf32"):
+        photo[f"torch.backends.cudnn.{name}"] = getattr(torch.backends.cudnn, name)
+    ours = {key: value for key, value in settings.environment().items() if not key.startswith("PYTEST_")}
+    return photo | {f"the variable {key}": value for key, value in ours.items()}
+
+
+def _frozen(value: Any) -> Any:
+    """Plain data by what it holds, anything else itself."""
+    return repr(value) if isinstance(value, dict | list | tuple | set) else value
 
 
 class _Bits:

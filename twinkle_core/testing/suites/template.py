@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
+import itertools
 import pickle
 import socket
 from collections.abc import Iterator, Sequence
@@ -15,6 +16,7 @@ import pytest
 from twinkle_core.errors import TwinkleError
 from twinkle_core.isolation import attempt
 from twinkle_core.testing.suites.base import Suite, capability
+from twinkle_core.testing.suites.spans import answered, oddities, row_of, rows_of, talk, trained_text
 from twinkle_core.testing.tokenizers import chatml_tokenizer
 from twinkle_core.types import IGNORE_INDEX, Trajectory
 
@@ -37,12 +39,16 @@ class TemplateSuite(Suite):
 
     * ``strategies``: the truncation strategies it takes.
     * ``trains_every_turn``: all of the assistant's turns are trained; else the last one at least.
+    * ``trains_end``: a token after each answer is trained, by which the model stops.
+    * ``keeps_edges``: spaces around a message's text are kept (several families' formats trim them).
     * ``parses``: ``parse`` gives back the text of a completion.
     """
 
     kind: ClassVar[str] = "template"
     strategies: ClassVar[Sequence[str]] = ("raise", "left", "right", "split", "delete")
     trains_every_turn: ClassVar[bool] = True
+    trains_end: ClassVar[bool] = True
+    keeps_edges: ClassVar[bool] = True
     parses: ClassVar[bool] = True
 
     def build(self, **options: Any) -> Any:
@@ -66,17 +72,27 @@ class TemplateSuite(Suite):
 
     @pytest.fixture
     def conversations(self) -> Sequence[Trajectory]:
-        """One turn, several turns with a system's, and other scripts, line breaks and signs of Markdown and JSON."""
+        """One turn, turns with a system's, many turns, other scripts, spaces, line breaks, signs of Markdown and JSON."""
         return [
-            _conversation(user="Who are you, and who wrote you?", assistant="I am a small model that learns."),
-            _conversation(
+            talk(user="Who are you, and who wrote you?", assistant="I am a small model that learns."),
+            talk(
                 system="Answer briefly.",
                 user="What is the quick brown fox?",
                 assistant="An animal in a sentence.",
                 user2="And the lazy dog?",
                 assistant2="It lies there, and is jumped over.",
             ),
-            _conversation(user='你好？ {"a": [1, 2]}\n\n# Titel – größer', assistant="谢谢！ ✨\n```py\nx = 1\n```\nend."),
+            talk(
+                user="One  of four,  spaced.",
+                assistant="First  answer,  spaced.",
+                user2="Second question",
+                assistant2="Answer number two",
+                user3="Third question",
+                assistant3="Answer number three",
+                user4="Fourth question",
+                assistant4="The end of it",
+            ),
+            talk(user='你好？ {"a": [1, 2]}\n\n# Titel – größer', assistant="谢谢！ ✨\n```py\nx = 1\n```\nend."),
         ]
 
     # ------------------------------------------------------------------------------------------------ text and ids
@@ -84,17 +100,38 @@ class TemplateSuite(Suite):
     def test_decoding_gives_the_text_back(self, template: Any, conversations: Any) -> None:
         """``decode(encode(x)["input_ids"])`` holds what everybody said."""
         for number, conversation in enumerate(conversations):
-            text = template.decode(_row(template, conversation)["input_ids"])
+            text = template.decode(row_of(template, conversation)["input_ids"])
             for turn, message in enumerate(conversation["messages"]):
                 assert message["content"] in text, (
                     f"conversation {number}, message {turn} ({message['role']}): {message['content']!r} is not in what "
                     f"decode() makes of the ids: {text!r}"
                 )
 
+    @capability("keeps_edges")
+    def test_spaces_are_kept(self, template: Any) -> None:
+        """Spaces and line breaks around what is said belong to it (leave ``keeps_edges`` off where the format trims)."""
+        for said in ("  two before", "two after  ", "\n\nlines before", "a line after\n"):
+            for user, assistant in ((said, "Yes."), ("Is it?", said)):
+                text = template.decode(row_of(template, talk(user=user, assistant=assistant))["input_ids"])
+                assert said in text, f"{said!r} is not in what decode() makes of the ids: {text!r}"
+
+    def test_other_roles_are_shown_or_refused(self, template: Any) -> None:
+        """What a tool returned, or an unknown role said: in the text, or a TemplateError; never left out in silence."""
+        for role in ("tool", "narrator"):
+            conversation = talk(user="How warm?", assistant="I look.", **{role: "It is 18 degrees"}, assistant2="18.")
+            got = attempt(lambda c=conversation: rows_of(template.encode(c)))  # type: ignore[misc]
+            if isinstance(got.error, TwinkleError):
+                continue
+            assert got.error is None, f"encode() fails on a message of the role '{role}': {got.why}"
+            text = template.decode((got.value or [{"input_ids": []}])[0]["input_ids"])
+            assert "It is 18 degrees" in text, (
+                f"what '{role}' said is not in the row: {text!r}. Show it, or raise twinkle_core.errors.TemplateError"
+            )
+
     def test_rows_are_whole(self, template: Any, conversations: Any) -> None:
         """``input_ids``, ``labels`` and ``length`` fit, and hold whole numbers."""
         for conversation in conversations:
-            row = _row(template, conversation)
+            row = row_of(template, conversation)
             missing = sorted({"input_ids", "labels", "length"} - row.keys())
             assert not missing, f"a row lacks {', '.join(missing)}"
             ids, labels = list(row["input_ids"]), list(row["labels"])
@@ -104,7 +141,7 @@ class TemplateSuite(Suite):
     def test_labels_are_what_comes_next(self, template: Any, conversations: Any) -> None:
         """``labels[t]`` is the token after ``input_ids[t]``, or -100. The template shifts, once; losses do not."""
         for conversation in conversations:
-            row = _row(template, conversation)
+            row = row_of(template, conversation)
             ids, labels = row["input_ids"], row["labels"]
             wrong = [t for t, y in enumerate(labels) if y != IGNORE_INDEX and (t + 1 == len(ids) or ids[t + 1] != y)]
             assert not wrong, (
@@ -118,25 +155,75 @@ class TemplateSuite(Suite):
     def test_the_assistants_words_are_trained(self, template: Any, conversations: Any) -> None:
         """Every answer stands in the labels."""
         for number, conversation in enumerate(conversations):
-            trained = _trained(template, _row(template, conversation))
+            trained = trained_text(template, row_of(template, conversation))
             answers = [m["content"] for m in conversation["messages"] if m["role"] == "assistant"]
             for answer in answers if self.trains_every_turn else answers[-1:]:
                 assert answer in trained, f"conversation {number}: {answer!r} is not in the labels, which hold {trained!r}"
 
     def test_nobody_elses_words_are_trained(self, template: Any, conversations: Any) -> None:
-        """No label on what a user or system wrote."""
-        for number, conversation in enumerate(conversations):
-            trained = _trained(template, _row(template, conversation))
-            for message in conversation["messages"]:
-                assert message["role"] == "assistant" or message["content"] not in trained, (
-                    f"conversation {number}: the words of the {message['role']}, {message['content']!r}, are trained: labels "
-                    "are -100 everywhere but on what the assistant wrote"
+        """No label on what a user or system wrote, not on a token of it."""
+        for case in answered(template, conversations):
+            for turn, message in enumerate(case.messages):
+                held = (case.tokens(turn) if message["role"] != "assistant" else None) or ()
+                wrong = [t for t in held if case.trained[t]]
+                assert not wrong, (
+                    f"{case.place}: of the words of the {message['role']} in message {turn}, {case.shown(wrong)} is trained: "
+                    "labels are -100 everywhere but on what the assistant wrote"
                 )
+
+    def test_nothing_between_messages_is_trained(self, template: Any, conversations: Any) -> None:
+        """No header, and no end token of a user or system: a model does not write them. Its own end token it does."""
+        for case in answered(template, conversations):
+            turns = [case.tokens(turn) for turn in range(len(case.messages) - 1)]
+            held = [tokens for tokens in turns if tokens is not None]
+            others = [t for t, m in zip(turns, case.messages, strict=False) if t is not None and m["role"] != "assistant"]
+            prompt = min(len(case.prompt), len(case.ids))
+            between = [*range(min((h[0] for h in held), default=prompt)), *range(others[-1].stop if others else 0, prompt)]
+            for mine, following in itertools.pairwise(held):
+                if mine not in others:
+                    after = [t for t in range(mine.stop, following[0]) if case.stops[t] > case.starts[t]]
+                    between += [t for t in after if t > mine.stop and case.shown([t]).strip("'\\nrt ")]
+            wrong = [t for t in between if case.trained[t]]
+            assert not wrong, (
+                f"{case.place}: {case.shown(wrong)} (token {wrong[0]}) is trained, and it belongs to no answer: headers and "
+                "the end tokens of others are given, labels there are -100"
+            )
+
+    @capability("trains_end")
+    def test_an_answer_ends_with_a_trained_token(self, template: Any, conversations: Any) -> None:
+        """What follows the last word of an answer is trained, so that the model learns to stop."""
+        for case in answered(template, conversations):
+            answer = case.tokens(case.turn)
+            if answer is None:
+                continue
+            assert answer.stop < len(case.ids), f"{case.place}: no token follows the answer, so none teaches the model to stop"
+            end = case.ids[answer.stop]
+            assert case.trained[answer.stop], (
+                f"{case.place}: the token after it, {end} ({template.decode([end])!r}), is not trained: a model that never "
+                "learns its end token does not stop"
+            )
+
+    def test_a_prompt_is_how_the_row_begins(self, template: Any, conversations: Any) -> None:
+        """``add_generation_prompt=True`` is the row up to the answer: its header in it, no end token; training begins there."""
+        for case in answered(template, conversations):
+            assert case.text.startswith(case.prompt_text), (
+                f"{case.place}: the prompt ends in {case.prompt_text[-30:]!r}, and the row goes on otherwise, after "
+                f"{_common(case.text, case.prompt_text)[-30:]!r}: the model is asked what it was not trained for"
+            )
+            same = next((t for t, (a, b) in enumerate(zip(case.ids, case.prompt, strict=False)) if a != b), len(case.prompt))
+            assert same >= len(case.prompt) - 1, f"{case.place}: token {same} of the prompt is another than in the row"
+            last = next((m for m in range(case.turn - 1, -1, -1) if case.messages[m]["role"] != "assistant"), None)
+            before = (case.tokens(last) if last is not None else None) or range(0)
+            first = next((t for t in range(before.stop, len(case.ids)) if case.trained[t]), len(case.ids))
+            assert first == len(case.prompt), (
+                f"{case.place}: training begins at token {first}, and the prompt has {len(case.prompt)}: all that comes after "
+                "the prompt is the model's to write, nothing before it"
+            )
 
     def test_an_echo_is_trained_once(self, template: Any) -> None:
         """The same words from user and assistant: found by their place, not by searching for the text."""
         words = "The quick brown fox"
-        trained = _trained(template, _row(template, _conversation(user=words, assistant=words)))
+        trained = trained_text(template, row_of(template, talk(user=words, assistant=words)))
         assert trained.count(words) == 1, (
             f"user and assistant both say {words!r}, and it is trained {trained.count(words)} times: {trained!r}. Find the "
             "answer by its place in the conversation"
@@ -159,9 +246,9 @@ class TemplateSuite(Suite):
         if strategy not in self.strategies:
             pytest.skip(f"it has no strategy '{strategy}'")
         conversation = max(conversations, key=lambda c: len(c["messages"][-1]["content"]))
-        whole = _row(self.build(), conversation)
+        whole = row_of(self.build(), conversation)
         ids, labels, size = list(whole["input_ids"]), list(whole["labels"]), len(whole["input_ids"])
-        fits = _rows(self.build(max_length=size, truncation_strategy=strategy).encode(copy.deepcopy(conversation)))
+        fits = rows_of(self.build(max_length=size, truncation_strategy=strategy).encode(copy.deepcopy(conversation)))
         assert [r["input_ids"] for r in fits] == [ids], f"'{strategy}' changes a row of exactly max_length tokens"
         trained = [t for t, label in enumerate(labels) if label != IGNORE_INDEX]
         within = next((t for t in trained if t >= size // 2), size - 2) + 1  # a piece that ends within the answer
@@ -175,7 +262,7 @@ class TemplateSuite(Suite):
             )
             return
         assert got.error is None, f"'{strategy}' fails on {size} tokens with max_length {limit}: {got.why}"
-        rows = _rows(got.value)
+        rows = rows_of(got.value)
         too_long = [len(r["input_ids"]) for r in rows if len(r["input_ids"]) > limit]
         assert not too_long, f"'{strategy}' with max_length {limit} gives a row of {too_long[0] if too_long else 0} tokens"
         if strategy == "delete":
@@ -186,9 +273,11 @@ class TemplateSuite(Suite):
             kept = slice(size - limit, size) if strategy == "left" else slice(0, limit)
             assert len(rows) == 1 and list(rows[0]["input_ids"]) == ids[kept], (
                 f"'{strategy}' keeps the {'last' if strategy == 'left' else 'first'} {limit} tokens of {size}; it gives "
-                f"{[list(r['input_ids']) for r in rows]}, not {ids[kept]}"
+                f"{len(rows)} row(s) that begin {[list(r['input_ids'][:5]) for r in rows]}, not {ids[kept][:5]}"
             )
-            assert list(rows[0]["labels"])[:-1] == labels[kept][:-1], f"'{strategy}' cuts the labels otherwise than the ids"
+            left = list(rows[0]["labels"])
+            same = left[:-1] == labels[kept][:-1] and left[-1] in (labels[kept][-1], IGNORE_INDEX)
+            assert same, f"'{strategy}' cuts the labels otherwise than the ids"
 
     # ------------------------------------------------------------------------------------------------ manners
 
@@ -196,7 +285,7 @@ class TemplateSuite(Suite):
         """After construction nothing is fetched: not by encode, decode, check or parse."""
         with _offline() as asked:
             for conversation in conversations:
-                got = attempt(lambda c=conversation: template.decode(_row(template, c)["input_ids"]))  # type: ignore[misc]
+                got = attempt(lambda c=conversation: template.decode(row_of(template, c)["input_ids"]))  # type: ignore[misc]
                 assert not asked, f"encode() asks the network ({asked[0]}): load everything in the constructor"
                 assert got.error is None, f"without a network encode() fails: {got.why}"
                 template.check(conversation)
@@ -210,27 +299,35 @@ class TemplateSuite(Suite):
             assert why is None, f"check() refuses conversation {number}, which encode() takes: {why}"
         nonsense: Any = {"messages": "no messages"}
         refused = attempt(lambda: template.encode(copy.deepcopy(nonsense)))
-        told = attempt(lambda: template.check(copy.deepcopy(nonsense)))
         assert isinstance(refused.error, TwinkleError), (
             f"encode({nonsense}) gives {refused.why or refused.value!r}: "
             "raise twinkle_core.errors.TemplateError, which names the place"
         )
-        assert told.error is None and isinstance(told.value, str) and told.value, (
-            f"check({nonsense}) gives {told.why or repr(told.value)}; it returns the text of encode's error"
-        )
+        for odd in (nonsense, *oddities()):
+            why = attempt(lambda odd=odd: template.encode(copy.deepcopy(odd))).error  # type: ignore[misc]
+            told = attempt(lambda odd=odd: template.check(copy.deepcopy(odd)))  # type: ignore[misc]
+            said = told.why or repr(told.value)
+            if why is None:
+                assert told.error is None and told.value is None, f"check({odd}) gives {said}; encode() takes it"
+            elif isinstance(why, TwinkleError):
+                good = told.error is None and isinstance(told.value, str) and told.value
+                assert good, f"check({odd}) gives {said}; it returns the text of encode's error: {why}"
 
     def test_batches_are_single_rows(self, template: Any, conversations: Any) -> None:
         """``batch_encode`` is ``encode`` of each, in order."""
-        together = template.batch_encode(copy.deepcopy(conversations))
-        apart = [row for c in conversations for row in _rows(template.encode(copy.deepcopy(c)))]
+        many = [*conversations, *conversations]
+        together = template.batch_encode(copy.deepcopy(many))
+        apart = [row for c in many for row in rows_of(template.encode(copy.deepcopy(c)))]
         assert [dict(r) for r in together] == [dict(r) for r in apart], "batch_encode() differs from encode() of each"
 
     def test_leaves_the_conversation_alone(self, template: Any, conversations: Any) -> None:
         """The data set's rows are encoded again in the next epoch, and give the same."""
         given = copy.deepcopy(conversations)
-        first = [_rows(template.encode(c)) for c in given]
+        first = [rows_of(template.encode(c)) for c in given]
         assert given == conversations, "encode() changes the conversation it is given: copy first"
-        assert [_rows(template.encode(c)) for c in given] == first, "encode() of the same conversation differs the second time"
+        assert [rows_of(template.encode(c)) for c in given] == first, (
+            "encode() of the same conversation differs the second time"
+        )
 
     def test_survives_pickling(self, template: Any, conversations: Any) -> None:
         """Workers of a data set get it as a pickle."""
@@ -238,7 +335,7 @@ class TemplateSuite(Suite):
         assert copied.value is not None, (
             f"it can't be pickled ({copied.why}): keep no lambda, local function, lock or file in it"
         )
-        same = _row(copied.value, conversations[0])["input_ids"] == _row(template, conversations[0])["input_ids"]
+        same = row_of(copied.value, conversations[0])["input_ids"] == row_of(template, conversations[0])["input_ids"]
         assert same, "its pickle encodes otherwise: what __init__ sets must be in its state"
 
     @capability("parses")
@@ -263,32 +360,8 @@ def _parameters(cls: type) -> list[str]:
     return found
 
 
-def _conversation(**turns: str) -> Trajectory:
-    return {"messages": [{"role": role.rstrip("2"), "content": text} for role, text in turns.items()]}
-
-
-def _rows(encoded: Any) -> list[Any]:
-    return encoded if isinstance(encoded, list) else [] if encoded is None else [encoded]
-
-
-def _row(template: Any, conversation: Any) -> Any:
-    rows = _rows(template.encode(copy.deepcopy(conversation)))
-    assert len(rows) == 1, (
-        f"a short conversation gives {len(rows)} rows, not one; build it with a max_length that lets it through"
-    )
-    return rows[0]
-
-
-def _trained(template: Any, row: Any) -> str:
-    """The text of the labels, stretches apart."""
-    texts, stretch = [], list[int]()
-    for label in [*row["labels"], IGNORE_INDEX]:
-        if label != IGNORE_INDEX:
-            stretch.append(label)
-        elif stretch:
-            texts.append(template.decode(stretch))
-            stretch = []
-    return " | ".join(texts)
+def _common(a: str, b: str) -> str:
+    return a[: next((at for at, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))]
 
 
 def _assert_split(rows: Sequence[Any], ids: list[int], labels: list[int]) -> None:
