@@ -381,7 +381,7 @@ entry(
 
 # ---------------------------------------------------------------------------------------------------- the command line
 
-entry(e.UnknownCommand("trian", "train", ["quickstart", "train", "plugins", "show", "doctor"]))
+entry(e.UnknownCommand("trian", "train", ["quickstart", "train", "plugins", "check", "show", "new", "doctor"]))
 entry(e.BadReference("cross_entropy", ["losses", "metrics", "models", "..."]))
 entry(e.BadPluginName("json", "'json' is a module of Python's standard library"))
 entry(e.FolderExists("acme"))
@@ -408,16 +408,16 @@ entry(
     e.BadConfig(
         "sft.yaml",
         [
-            ("line 7", "optimizer: AdamW has no parameter 'learning_rate'. Did you mean 'lr'?"),
-            ("--dataloader.batch_size", "0 is not at least 1"),
+            ("line 7", str(e.WrongArgument("AdamW", "learning_rate", None, ["lr", "betas", "eps", "weight_decay", "..."]))),
+            ("--dataloader.batch_size", "dataloader.batch_size: must be greater than 0, not 0"),
         ],
     ),
     way="Each line names the place and what is allowed there. `twinkle train --schema` prints all keys.",
 )
 entry(e.StrayWord("lr"))
-entry(e.OutputInUse("output/sft", "step-20"))
-entry(e.NoCheckpoint("output/step-99"), way="Name one of the folders in `output_dir`, or none.")
-entry(e.DataOrderChanged("output/step-20", "output/data_order.json", [("seed", 42, 7)]))
+entry(e.OutputInUse("output/sft", "checkpoint-20"))
+entry(e.NoCheckpoint("output/checkpoint-99"), way="Name one of the folders in `output_dir`, or none.")
+entry(e.DataOrderChanged("output/checkpoint-20", "output/data_order.json", [("seed", 42, 7)]))
 entry(e.CacheNotWritable("/opt/cache/twinkle", "Read-only file system"))
 entry(
     e.UnsupportedGGUF("model.gguf", "general.architecture is 'gemma3', not 'llama'"),

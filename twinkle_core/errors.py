@@ -30,19 +30,42 @@ def _rebuild(cls: type[TwinkleError], args: tuple[Any, ...], state: dict[str, An
 # ---------------------------------------------------------------------------------------------------- names and plugins
 
 
+NAME = 100  # characters of a name that are shown
+WHY = 2000  # of a text that others wrote
+LISTED = 40  # names that are listed
+
+
+def shown(text: object, limit: int = NAME) -> str:
+    """A text from metadata, a network or a file as one line that can do nothing to a terminal or a log.
+
+    Signs that print nothing (control characters, line ends, lone surrogates, marks of direction) are written as Python writes
+    them, and what is longer than ``limit`` is cut.
+    """
+    text = str(text)
+    plain = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[: limit + 1])
+    return plain if len(plain) <= limit else f"{plain[:limit]}..."
+
+
+def _lines(text: object) -> str:
+    """``shown`` for each line of a text that may have several."""
+    return "\n".join(shown(line, WHY) for line in str(text).split("\n"))
+
+
 def _meant(near: str | None) -> str:
-    return f" Did you mean '{near}'?" if near else ""
+    return f" Did you mean '{shown(near)}'?" if near else ""
 
 
 def _listed(words: Iterable[str], empty: str = "none") -> str:
-    return ", ".join(words) or empty
+    every = [shown(word) for word in words]
+    more = f", ... and {len(every) - LISTED} more" if len(every) > LISTED else ""
+    return ", ".join(every[:LISTED]) + more or empty
 
 
 class UnknownKind(TwinkleError, LookupError):
     """A kind of component that does not exist."""
 
     def __init__(self, kind: str, near: str | None, kinds: Iterable[str]) -> None:
-        super().__init__(f"unknown kind of component '{kind}'.{_meant(near)}\n    kinds: {_listed(kinds)}")
+        super().__init__(f"unknown kind of component '{shown(kind)}'.{_meant(near)}\n    kinds: {_listed(kinds)}")
 
 
 class UnknownName(TwinkleError, LookupError):
@@ -51,7 +74,7 @@ class UnknownName(TwinkleError, LookupError):
     def __init__(self, kind: str, group: str, name: str, near: str | None, installed: Iterable[str]) -> None:
         self.kind, self.name, self.near = kind, name, near
         super().__init__(
-            f"unknown {kind} '{name}'.{_meant(near)}\n    installed: {_listed(installed)}\n"
+            f"unknown {kind} '{shown(name)}'.{_meant(near)}\n    installed: {_listed(installed)}\n"
             f"    list them with: twinkle plugins --kind {group}"
         )
 
@@ -75,11 +98,21 @@ class NotInstalled(TwinkleError, ImportError):
 
 
 class Broken(TwinkleError, ImportError):
-    """An installed component that can't be imported. ``label``: ``loss 'bad' from bad-losses 0.3``; ``why``: the cause."""
+    """An installed component that can't be imported.
 
-    def __init__(self, label: str, value: str, distribution: str, why: str) -> None:
+    Args:
+        label: ``loss 'bad' from bad-losses 0.3``.
+        value: what was imported.
+        distribution: whose it is.
+        why: the cause.
+        damaged: metadata that can't be read, of whatever distribution: who reads all of it, as torch does, fails by it.
+    """
+
+    def __init__(self, label: str, value: str, distribution: str, why: str, damaged: Iterable[str] = ()) -> None:
+        lines = "".join(f"    {shown(line, WHY)}\n" for line in damaged)
+        damage = f"    It may come of metadata that is damaged; mend or uninstall that first:\n{lines}" if lines else ""
         super().__init__(
-            f"{label} could not be imported ({value}).\n    {why}\n"
+            f"{label} could not be imported ({shown(value)}).\n    {_lines(why)}\n{damage}"
             f"    The fault is in {distribution} or what it needs; other plugins are not affected.\n"
             f"    Update it, or switch it off: TWINKLE_DISABLE_PLUGINS={distribution}"
         )
@@ -98,12 +131,12 @@ class Ambiguous(TwinkleError, LookupError):
     """Several third parties provide one name. ``providers``: (qualified name, version, value)."""
 
     def __init__(self, kind: str, name: str, providers: Iterable[tuple[str, str, str]]) -> None:
-        rows = sorted(providers)
+        rows = sorted((shown(q), shown(v), shown(value)) for q, v, value in providers)
         wide = [max(len(row[column]) for row in rows) for column in (0, 1)]
         lines = "".join(f"\n    {q:<{wide[0]}}   {v:<{wide[1]}}   {value}" for q, v, value in rows)
         count = len({q.partition("/")[0] for q, _, _ in rows})
         who = f"{count} distributions" if count > 1 else f"1 distribution under {len(rows)} spellings"
-        super().__init__(f"{kind} '{name}' is provided by {who}; say which one:{lines}")
+        super().__init__(f"{kind} '{shown(name)}' is provided by {who}; say which one:{lines}")
 
 
 class ApiMismatch(TwinkleError):
@@ -140,7 +173,7 @@ class WrongArgument(TwinkleError, TypeError):
 
     def __init__(self, owner: str, name: str, near: str | None, known: Iterable[str] = ()) -> None:
         has = "" if near else f"\n    it has: {_listed(known, 'no parameters')}"
-        super().__init__(f"{owner} has no parameter '{name}'.{_meant(near)}{has}")
+        super().__init__(f"{owner} has no parameter '{shown(name)}'.{_meant(near)}{has}")
 
 
 class ReservedArgument(TwinkleError, TypeError):
@@ -171,7 +204,7 @@ class BadName(TwinkleError, ValueError):
     """A name that could never be asked for, or an object that is none."""
 
     def __init__(self, kind: str, name: object, why: str) -> None:
-        super().__init__(f"{kind} {name!r} can't be registered: {why}.")
+        super().__init__(f"{kind} {shown(repr(name))} can't be registered: {why}.")
 
 
 class NameTaken(TwinkleError, ValueError):
@@ -179,7 +212,7 @@ class NameTaken(TwinkleError, ValueError):
 
     def __init__(self, kind: str, name: str, holder: str) -> None:
         super().__init__(
-            f"{kind} '{name}' is taken by {holder}.\n"
+            f"{kind} '{shown(name)}' is taken by {holder}.\n"
             f"    choose another name, or register(..., override=True) to use yours in this process"
         )
 
@@ -188,7 +221,7 @@ class BadImportPath(TwinkleError, ImportError):
     """``module:Class`` that leads nowhere."""
 
     def __init__(self, kind: str, path: str, why: str) -> None:
-        super().__init__(f"{kind} '{path}' could not be imported.\n    {why}\n    the form is module:Class")
+        super().__init__(f"{kind} '{shown(path)}' could not be imported.\n    {_lines(why)}\n    the form is module:Class")
 
 
 class FrozenRegistry(TwinkleError, PermissionError):
@@ -196,7 +229,7 @@ class FrozenRegistry(TwinkleError, PermissionError):
 
     def __init__(self, kind: str, name: str, allowed: Iterable[str]) -> None:
         super().__init__(
-            f"{kind} '{name}' is not allowed here: the registry is frozen.\n    allowed: {_listed(allowed)}\n"
+            f"{kind} '{shown(name)}' is not allowed here: the registry is frozen.\n    allowed: {_listed(allowed)}\n"
             f"    import paths, repositories and new registrations are refused in a frozen registry"
         )
 
@@ -206,7 +239,7 @@ class RemoteCodeRefused(TwinkleError, PermissionError):
 
     def __init__(self, kind: str, reference: str, unclear: str = "") -> None:
         super().__init__(
-            f"{kind} '{reference}' is code in a repository, and running it is off.{unclear and f' {unclear}.'}\n"
+            f"{kind} '{shown(reference)}' is code in a repository, and running it is off.{unclear and f' {unclear}.'}\n"
             f"    read that code; if you trust it: TWINKLE_TRUST_REMOTE_CODE=1"
         )
 
@@ -215,9 +248,10 @@ class BadRemoteComponent(TwinkleError, ImportError):
     """A repository of a hub that does not hold the component asked for."""
 
     def __init__(self, kind: str, reference: str, why: str) -> None:
+        repository = shown(reference.partition("#")[0])
         super().__init__(
-            f"{kind} '{reference}' could not be loaded.\n    {why}\n"
-            f"    such a repository is a package (__init__.py at its top); name the class: {reference.partition('#')[0]}#Class"
+            f"{kind} '{shown(reference)}' could not be loaded.\n    {_lines(why)}\n"
+            f"    such a repository is a package (__init__.py at its top); name the class: {repository}#Class"
         )
 
 
@@ -235,7 +269,8 @@ class HookFailed(TwinkleError):
     """
 
     def __init__(self, entry: str, distribution: str, what: str, cause: BaseException) -> None:
-        why = f"{type(cause).__name__}: {' '.join(str(cause).split())}"
+        why = f"{type(cause).__name__}: {shown(' '.join(str(cause).split()), WHY)}"
+        entry, distribution = shown(entry), shown(distribution)
         self.entry, self.distribution, self.why = entry, distribution, why
         if distribution:
             off = f"switch it off: TWINKLE_DISABLE_PLUGINS={distribution.split()[0]}"
@@ -248,8 +283,9 @@ class WorkerMismatch(TwinkleError, RuntimeError):
     """A worker has other plugins than the driver. Versions are empty where a distribution is absent."""
 
     def __init__(self, rank: int, host: str, distribution: str, worker: str, driver: str, *, detail: str = "") -> None:
+        host, distribution, worker, driver = map(shown, (host, distribution, worker, driver))
         has = f"{distribution} {worker}" if worker else f"no {distribution}"
-        theirs = f"has {has}{detail}; the driver has {driver}."
+        theirs = f"has {has}{shown(detail)}; the driver has {driver}."
         super().__init__(f"worker {rank} ({host}) {theirs}\n    pip install '{distribution}=={driver}' on the workers")
 
 
@@ -447,7 +483,9 @@ class DataError(TwinkleError, ValueError):
 
     @classmethod
     def key(cls, key: object) -> DataError:
-        return cls(f"its key {key!r:.80} is a {type(key).__name__}, and a row's keys are texts. Write {str(key)!r:.80} for it.")
+        return cls(
+            f"its key {key!r:.80} is of type {type(key).__name__}, and a row's keys are texts. Write {str(key)!r:.80} for it."
+        )
 
     @classmethod
     def unkept(cls, cause: object) -> DataError:
@@ -1156,7 +1194,7 @@ class WrongType(TwinkleError, TypeError):
 
 
 class WeightsMismatch(CheckpointMismatch):
-    """Tensors that are not those of the model or adapter (``what``). Nothing was loaded."""
+    """Tensors that are not those of the model or adapter. Nothing was loaded."""
 
     def __init__(
         self,
@@ -1192,21 +1230,21 @@ class UnknownCommand(TwinkleError, LookupError):
     """``twinkle WORD`` where no such command exists."""
 
     def __init__(self, command: str, near: str | None, known: Iterable[str]) -> None:
-        super().__init__(f"unknown command '{command}'.{_meant(near)}\n    commands: {_listed(known)}")
+        super().__init__(f"unknown command '{shown(command)}'.{_meant(near)}\n    commands: {_listed(known)}")
 
 
 class BadReference(TwinkleError, ValueError):
     """What should read KIND/NAME and does not."""
 
     def __init__(self, text: str, kinds: Iterable[str]) -> None:
-        super().__init__(f"'{text}' is not KIND/NAME, such as loss/cross_entropy\n    kinds: {_listed(kinds)}")
+        super().__init__(f"'{shown(text)}' is not KIND/NAME, such as loss/cross_entropy\n    kinds: {_listed(kinds)}")
 
 
 class BadPluginName(TwinkleError, ValueError):
     """A new plugin can't be called so. Nothing was written."""
 
     def __init__(self, name: str, why: str) -> None:
-        super().__init__(f"a plugin can't be called {name!r}: {why}.\n    Choose another name, such as acme-losses.")
+        super().__init__(f"a plugin can't be called {shown(repr(name))}: {why}.\n    Choose another name, such as acme-losses.")
 
 
 class FolderExists(TwinkleError, FileExistsError):
@@ -1231,7 +1269,7 @@ class UnknownDistribution(TwinkleError, LookupError):
     def __init__(self, name: str, installed: bool, near: str | None, known: Iterable[str]) -> None:
         why = "is installed, but provides no component of twinkle" if installed else "is not installed"
         super().__init__(
-            f"'{name}' {why}.{_meant(near)}\n    distributions with components: {_listed(known)}\n"
+            f"'{shown(name)}' {why}.{_meant(near)}\n    distributions with components: {_listed(known)}\n"
             "    a class that is not installed: twinkle check module:Class"
         )
 
@@ -1241,7 +1279,7 @@ class BadTarget(TwinkleError, ValueError):
 
     def __init__(self, target: str, why: str, kinds: Iterable[str]) -> None:
         super().__init__(
-            f"'{target}' can't be checked: {why}\n"
+            f"'{shown(target)}' can't be checked: {why}\n"
             f"    what can: a class that derives from a contract ({_listed(kinds)}), or a suite"
         )
 
@@ -1297,7 +1335,8 @@ class BadConfig(TwinkleError, ValueError):
 
     def __init__(self, name: object, faults: Sequence[tuple[str, str]]) -> None:
         self.faults = list(faults)
-        lines = [f"{where}: {what}" if where else what for where, what in self.faults]
+        # an option is called as the key that it sets, which is told once
+        lines = [f"{where}: {what.removeprefix(where[2:] + ': ')}" if where else what for where, what in self.faults]
         count = "1 fault" if len(lines) == 1 else f"{len(lines)} faults"
         super().__init__(f"{name} has {count}:\n" + "\n".join("    " + line.replace("\n", "\n    ") for line in lines))
 

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from twinkle_core import settings
+from twinkle_core.errors import WHY, shown
 from twinkle_core.isolation import attempt
-from twinkle_core.known import FIRST_PARTY
+from twinkle_core.known import FIRST_PARTY, KNOWN
 from twinkle_core.names import KINDS, closest, fold, normalise, unusable
 
 #: stands for "no object here" where None may be one
 ABSENT: Any = object()
 HOOK_MODULES = "plugins"
 HANDSHAKE = "api"
+CORE = "twinkle-core"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +59,8 @@ class Entry:
     @property
     def label(self) -> str:
         """``loss 'focal' from acme-losses 1.2``, as errors write it."""
-        provider = f"from {self.dist} {self.version}" if self.dist else "registered in this process"
-        return f"{self.kind} '{self.name}' {provider}"
+        provider = f"from {shown(self.dist)} {shown(self.version)}" if self.dist else "registered in this process"
+        return f"{self.kind} '{shown(self.name)}' {provider}"
 
     @property
     def first_party(self) -> bool:
@@ -80,7 +83,7 @@ class Index:
 
     def __init__(self, entries: Iterable[Entry] = (), faults: Iterable[str] = ()) -> None:
         self.entries = tuple(entries)
-        self.faults = tuple(faults)  # damaged metadata, one line each
+        self.faults = tuple(shown(fault, WHY) for fault in faults)  # damaged metadata, one line each
         self._names: dict[tuple[str, str], list[Entry]] = {}
         self._classes: dict[tuple[str, str], list[Entry]] = {}
         for entry in self.entries:
@@ -128,6 +131,7 @@ def scan(path: Sequence[str] | None = None) -> Index:
     ten times as much.
     """
     found: dict[str, tuple[int, list[Entry]]] = {}
+    places: dict[str, dict[str, str]] = {}  # name -> where a dist-info of it lies -> its version
     faults: list[str] = []
     iterator = iter(_distributions(path))
     while True:
@@ -143,11 +147,38 @@ def scan(path: Sequence[str] | None = None) -> Index:
         elif read.value is not None:
             name, rank, entries, odd = read.value
             faults += odd
+            if rank == 0:
+                places.setdefault(name, {}).setdefault(os.path.realpath(_place(dist)), str(dist.version))
             # The same distribution twice on sys.path counts once. A dist-info outranks an egg-info, which may be what an
             # old build left behind; of two equals the first wins, as it does for import.
             if name not in found or rank < found[name][0]:
                 found[name] = (rank, entries)
+    faults += [
+        f"{name} is installed {len(where)} times: {', '.join(f'{version} in {place}' for place, version in where.items())}; "
+        "the first is used. Uninstall it until none is left, and install it once"
+        for name, where in places.items()
+        if len(where) > 1
+    ]
+    faults += _imposed(found[CORE][1]) if CORE in found else []
     return Index((e for _, entries in found.values() for e in entries), dict.fromkeys(faults))
+
+
+def _imposed(entries: Sequence[Entry]) -> list[str]:
+    """What a distribution that calls itself twinkle's own core has otherwise than this core."""
+    mine = {(kind, name): cls for (kind, name), (cls, dist, _) in KNOWN.items() if dist == CORE}
+    theirs = {(e.kind, e.name): e for e in entries if e.kind != HOOK_MODULES}
+    modules = ("twinkle_core", "torch")
+    other = [e for key, e in theirs.items() if mine.get(key) != e.cls or e.module.partition(".")[0] not in modules]
+    lacks = [f"lacks {kind} '{name}'" for kind, name in mine if (kind, name) not in theirs]
+    odd = [f"has {e.kind} '{e.name}' as {e.value}" for e in other] + lacks
+    if not odd:
+        return []
+    version = f"{CORE} {entries[0].version}" if entries else CORE
+    more = f" and {len(odd) - 3} more" if len(odd) > 3 else ""
+    return [
+        f"what is installed as {version} is not what this twinkle-core is: it {', '.join(odd[:3])}{more}. "
+        "Install twinkle-core again"
+    ]
 
 
 def _distributions(path: Sequence[str] | None) -> Iterable[Any]:
@@ -166,6 +197,16 @@ def distribution(name: str, path: Sequence[str] | None = None) -> Any:
     return None
 
 
+def damaged(path: Sequence[str] | None = None) -> list[str]:
+    """Distributions, twinkle's matter or not, whose entry points can't be read: any library that asks for all of them fails."""
+    found = []
+    for dist in attempt(lambda: list(_distributions(path))).value or ():
+        read = attempt(lambda dist=dist: list(dist.entry_points))  # type: ignore[misc]
+        if read.error is not None:
+            found.append(f"{_place(dist)} could not be read: {read.why}")
+    return found
+
+
 def _reader(dist: Any) -> Callable[[], tuple[str, int, list[Entry], list[str]] | None]:
     return lambda: _read(dist)
 
@@ -178,7 +219,7 @@ def _read(dist: Any) -> tuple[str, int, list[Entry], list[str]] | None:
     written = dist.metadata.get("Name")
     if not written:
         raise ValueError("its metadata gives no Name")
-    name, version = normalise(written), str(dist.version or "0")
+    name, version = shown(normalise(written)), shown(dist.version or "0")
     points = [(p.group.removeprefix("twinkle."), p) for p in dist.entry_points if p.group.startswith("twinkle.")]
     api = tuple(sorted(int(p.name[1:]) for group, p in points if group == HANDSHAKE and p.name[1:].isdigit())) or (1,)
     kinds = KINDS | {HOOK_MODULES: HOOK_MODULES}

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from twinkle_core.errors import WHY, shown
+
 T = TypeVar("T")
 
 
@@ -37,5 +39,5 @@ def attempt(call: Callable[[], T]) -> Attempt[T]:
 
 def describe(error: BaseException) -> str:
     """Type and text of an error in one line."""
-    text = " ".join(str(error).split())
+    text = shown(" ".join(str(error).split()), WHY)
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from twinkle_core.errors import ApiMismatch, BadImportPath, Broken, NeedsLibrary, TwinkleError
-from twinkle_core.index import ABSENT, Entry, distribution
+from twinkle_core.index import ABSENT, Entry, damaged, distribution
 from twinkle_core.isolation import attempt
 from twinkle_core.names import normalise
 
@@ -46,7 +46,7 @@ def load(entry: Entry, supported: Iterable[int], path: Sequence[str] | None = No
     need = _missing_library(entry, got.error, path)
     if need is not None:
         raise NeedsLibrary(entry.label, *need, sys.prefix) from got.error
-    raise Broken(entry.label, entry.value, entry.dist or entry.module, got.why) from got.error
+    raise Broken(entry.label, entry.value, entry.dist or entry.module, got.why, damaged()) from got.error
 
 
 def import_path(kind: str, path: str) -> Any:

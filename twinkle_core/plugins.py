@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import inspect
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -44,6 +45,7 @@ class Plugins:
         self._manager.add_hookspecs(hookspecs)
         self._loaded: list[Any] = []
         self._entries: dict[str, Entry] = {}  # by the name under which pluggy knows the module
+        self._own: dict[str, Any] = {}  # the objects of this process that listen, by name
         self._records: dict[str, Record] = {}
         self._warned: set[tuple[str, str]] = set()
         self._seen: Index | None = None
@@ -96,12 +98,16 @@ class Plugins:
         """Listen with an object or module of this process, until ``unregister(name)``.
 
         Raises:
-            BadHook: it marks no function, or one that is no hook, or whose parameters the hook does not have; or the name is
-            another listener's.
+            BadHook: it marks no function, or one that is no hook, or whose parameters the hook does not have; it is a class,
+            or listens already; or the name is another listener's.
         """
         if not _marked(plugin):
             raise BadHook(name, None, f"no function of {plugin!r} is marked with @hookimpl")
+        held = next((other for other, own in self._own.items() if own is plugin), None)
+        if held is not None and held != name:
+            raise BadHook(name, None, f"this object listens already, as '{held}', and would hear everything twice")
         self._listen(Entry(HOOK_MODULES, name, name), plugin)
+        self._own[name] = plugin
 
     def unregister(self, name: str) -> None:
         """Tell a listener ``twinkle_shutdown``, and listen no longer. A name that nobody has is no fault.
@@ -117,6 +123,7 @@ class Plugins:
             if self._manager.has_plugin(name):
                 self._manager.unregister(name=name)
             self._entries.pop(name, None)
+            self._own.pop(name, None)
             self._records.pop(name, None)
             self._warned = {(who, what) for who, what in self._warned if who != name}
 
@@ -135,7 +142,7 @@ class Plugins:
         with ExitStack() as stack:
             for listener in listeners:
                 with self._lock:
-                    kind = type(listener).__name__
+                    kind = listener.__name__ if inspect.isclass(listener) else type(listener).__name__
                     name = next(n for n in chain([kind], (f"{kind} {i}" for i in count(2))) if n not in self._entries)
                     self.register(listener, name)
                 stack.callback(self.unregister, name)
@@ -233,7 +240,7 @@ def _marked(plugin: Any) -> list[tuple[str, str, Any]]:
     """(attribute, hook, function) of what a module marks as hooks."""
     found = []
     for name in dir(plugin):
-        function = getattr(plugin, name, None)
+        function: Any = getattr(plugin, name, None)
         options = getattr(function, f"{hookspecs.PROJECT}_impl", None)
         if not isinstance(options, dict):
             continue
@@ -242,8 +249,27 @@ def _marked(plugin: Any) -> list[tuple[str, str, Any]]:
             raise BadHook(hook, closest(hook, hookspecs.NAMES), "there is no such hook")
         if options.get("wrapper") or options.get("hookwrapper"):
             raise BadHook(hook, None, "wrappers of hooks are not supported: their failure could not be kept apart")
+        if inspect.isclass(plugin) and "self" in inspect.signature(function).parameters:
+            raise BadHook(hook, None, f"{plugin.__name__} is a class; give an object of it: {plugin.__name__}(...)")
+        _check_function(hook, function)
         found.append((name, hook, function))
     return found
+
+
+def _check_function(hook: str, function: Any) -> None:
+    """Raise BadHook for a function whose body would not run when it is called, or that asks for what its hook does not give."""
+    if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
+        raise BadHook(hook, None, "it is an async function, and nobody would await it; hooks are plain functions")
+    if inspect.isgeneratorfunction(function):
+        raise BadHook(
+            hook, None, "it is a generator (it holds a yield), whose body nobody would run; hooks are plain functions"
+        )
+    gives = list(inspect.signature(getattr(hookspecs, hook)).parameters)
+    for name, parameter in inspect.signature(function).parameters.items():
+        needed = parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+        if needed and name not in gives:
+            has = f"it has {', '.join(gives)}" if gives else "it has none"
+            raise BadHook(hook, closest(name, gives), f"the hook has no parameter '{name}'; {has}")
 
 
 def check(entry: Entry, plugin: Any) -> None:

@@ -41,6 +41,7 @@ from twinkle_core.errors import (
     NotInstalled,
     TwinkleError,
     UnknownName,
+    WrongType,
 )
 from twinkle_core.index import Entry, Index, scan
 from twinkle_core.known import FIRST_PARTY, KNOWN
@@ -95,15 +96,15 @@ class Registry:
             override: whether it may take the place of an installed or registered one of that name.
 
         Raises:
-            BadName: '', or with '/' or ':', or an object that is None. NameTaken, FrozenRegistry.
+            BadName: '', or with '/' or ':', or an object that is none (None, a number, a list). NameTaken, FrozenRegistry.
         """
         kind = kind_of(kind)
         if self._frozen is not None:
             raise FrozenRegistry(kind, name, (e.qualified for e in self._frozen.of(kind)))
         if unusable(name):
             raise BadName(kind, name, unusable(name))
-        if obj is None:
-            raise BadName(kind, name, "None is no component")
+        if _plain(obj):
+            raise BadName(kind, name, f"{obj!r:.80} is no component")
         key = (kind, fold(kind, name))
         held = [self._registered[key]] if key in self._registered else []
         held += [e for e in self.index().hits(kind, name) if not e.disabled]
@@ -214,9 +215,11 @@ class Registry:
 
         Raises:
             UnknownName, NotInstalled, Disabled, Ambiguous: no answer. ApiMismatch, NeedsLibrary, Broken: an answer that does
-            not load. BadImportPath, RemoteCodeRefused, BadRemoteComponent, FrozenRegistry.
+            not load. BadImportPath, RemoteCodeRefused, BadRemoteComponent, FrozenRegistry. WrongType: None, a number or a list.
         """
         kind = kind_of(kind)
+        if _plain(spec):
+            raise WrongType(f"a {kind}", "spec", spec, "a name, a class, a function or an object of a class")
         if not isinstance(spec, str):
             return spec
         if self._frozen is None and ":" in spec:
@@ -287,12 +290,15 @@ class Registry:
         Objects handed over inside the process are still taken as they are. There is no way back.
 
         Raises:
-            UnknownName and the other errors of ``find`` for a name in ``allow``; then nothing is frozen.
+            UnknownName and the other errors of ``find`` for a name in ``allow``; WrongType where it holds something else; then
+            nothing is frozen.
         """
+        if not isinstance(allow, Mapping | None):
+            raise WrongType("registry.freeze", "allow", allow, "None or kinds with their names, such as {'loss': ['mse']}")
         if allow is None:
             table = [e for kind in PLURAL for e in self.entries(kind)]
         else:
-            table = [self.find(kind, name) for kind, names in allow.items() for name in _several(names)]
+            table = [self.find(kind, name) for kind, names in allow.items() for name in _several(kind, names)]
         self._frozen = Index(dict.fromkeys(table))
 
     @property
@@ -332,8 +338,17 @@ def owner(kind: str, name: str) -> str:
     return max(known, default=(False, ""))[1]  # the name's rather than the class's
 
 
-def _several(names: str | Iterable[str]) -> Iterable[str]:
-    return [names] if isinstance(names, str) else names
+def _several(kind: str, names: str | Iterable[str]) -> list[str]:
+    many = [names] if isinstance(names, str) else list(names) if isinstance(names, Iterable) else [names]
+    for name in many:
+        if not isinstance(name, str):
+            raise WrongType("registry.freeze", f"allow[{kind!r}]", name, "a name, or several")
+    return many
+
+
+def _plain(obj: Any) -> bool:
+    """Whether it is a value of Python's own that could never be a component: None, a number, a list, a module."""
+    return type(obj).__module__ == "builtins" and not callable(obj) and not isinstance(obj, str) and type(obj) is not object
 
 
 def _keys(kind: str, name: str, cls: str) -> tuple[str, str]:

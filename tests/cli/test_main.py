@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import os
 import subprocess
 import sys
 
@@ -9,6 +11,7 @@ import pytest
 
 from twinkle_core import hookimpl, plugins
 from twinkle_core.cli import main as program
+from twinkle_core.cli import streams
 from twinkle_core.errors import UnknownCommand
 from twinkle_core.version import __version__
 
@@ -93,3 +96,55 @@ def test_a_reader_that_left_is_no_error():
     command = f"{sys.executable} -m twinkle plugins | true; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
     assert "Traceback" not in done.stderr and "BrokenPipe" not in done.stderr
+
+
+def command(*words, **environment):
+    """The start of a process, for ``subprocess``."""
+    return {"args": [sys.executable, "-m", "twinkle", *words], "env": os.environ | environment, "check": False}
+
+
+def test_what_the_encoding_lacks_is_written_as_its_number():
+    done = subprocess.run(**command("show", "loss/\u00e9\U0001f600", PYTHONIOENCODING="ascii"), capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr.startswith("UnknownName: unknown loss '\\xe9\\U0001f600'.")
+    done = subprocess.run(**command("new", "loss", os.fsdecode(b"\xff")), capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr.startswith("BadPluginName: ")
+
+
+def test_a_stream_with_a_narrow_encoding_is_put_back(monkeypatch):
+    out = io.TextIOWrapper(io.BytesIO(), encoding="ascii", errors="strict", line_buffering=False)
+    monkeypatch.setattr(sys, "stdout", out)
+    with streams.ready():
+        print("\u00e9 \udcff")
+        assert out.buffer.getvalue() == b"\\xe9 \\udcff\n"  # out at once, too
+    assert (out.errors, out.line_buffering) == ("strict", False)
+
+
+@pytest.mark.parametrize("words", [("plugins",), ("plugins", "--json"), ("--version",), ("show", "loss/mse")])
+def test_a_full_disk_under_stdout_is_one_line(words):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(**command(*words), stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (1, "the output can't be written: No space left on device\n")
+
+
+def test_an_error_of_the_system_that_is_not_stdouts_is_raised(monkeypatch, capsys):
+    def fails(arguments):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(program, "_run", fails)
+    with pytest.raises(OSError, match="No space"):
+        program.main(["doctor"])
+
+
+@pytest.mark.parametrize(("closed", "status"), [(">&-", 0), ("2>&-", 0), (">&- 2>&-", 0)])
+def test_closed_streams_are_no_error(closed, status):
+    done = subprocess.run(
+        ["bash", "-c", f"{sys.executable} -m twinkle plugins {closed}"], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (status, "")
+
+
+def test_an_error_goes_nowhere_where_stderr_is_closed():
+    done = subprocess.run(
+        ["bash", "-c", f"{sys.executable} -m twinkle show loss/no 2>&-"], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (1, "")

@@ -40,6 +40,18 @@ def test_without_the_package_a_toy_is_trained_and_said_to_be_one(monkeypatch):
     assert choice == quickstart_model.choose("toy", said.append)
 
 
+def test_without_the_package_a_copy_that_was_converted_before_is_taken(monkeypatch, tmp_path):
+    monkeypatch.setattr(quickstart_model, "_gguf", lambda: None)
+    copy = tmp_path / "cache/quickstart/smollm2-135m-instruct-98-v1"
+    copy.mkdir(parents=True)
+    (tmp_path / "cache/quickstart/smollm2-135m-instruct-98-v0").mkdir()  # written by another version
+    (tmp_path / "cache/quickstart/.smollm2-135m-instruct-99-v1-abc").mkdir()  # half written
+    said: list[str] = []
+    assert quickstart_model.choose(None, said.append) == quickstart_model.Choice(str(copy), "SmolLM2-135M-Instruct")
+    assert said == []
+    assert quickstart_model.choose("toy", said.append).toy
+
+
 def test_the_second_time_nothing_is_written():
     folder = Path(quickstart_model.choose("toy", lambda _: None).id)
     before = {path: path.stat().st_mtime_ns for path in folder.iterdir()}

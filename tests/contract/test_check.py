@@ -9,6 +9,8 @@ import time
 import pytest
 
 from twinkle_core import registry
+from twinkle_core.cli import check as check_command
+from twinkle_core.cli.check import Row
 from twinkle_core.cli.main import main
 from twinkle_core.errors import NeedsLibrary, UnknownCheck
 from twinkle_core.testing import LossSuite, has_pytest
@@ -233,3 +235,27 @@ def test_without_pytest_it_says_what_to_install(monkeypatch, check):
 def test_an_expected_failure_of_no_test_is_refused():
     with pytest.raises(UnknownCheck, match="Did you mean 'test_row_order_changes_nothing'"):
         type("TestMine", (LossSuite,), {"expected_failures": {"test_row_order": "by its nature"}})
+
+
+@pytest.mark.parametrize(("outcomes", "told"), [(1, "all passed: 1 check"), (2, "all passed: 2 checks")])
+def test_the_last_line_counts_rightly(outcomes, told):
+    row = Row("loss x", (("test_x", "passed", ""),) * outcomes)
+    assert check_command.text([row], []).splitlines()[-1] == told
+
+
+def test_a_child_that_ends_at_its_own_imports_tells_why(acme, check, tmp_path, monkeypatch):
+    """Damaged metadata of a stranger ends the import of torch, before any component is looked at."""
+    acme(optimizers={"acme_sgd": "torch.optim:SGD"})
+    home = write_distribution(tmp_path, "stranger", "1")
+    (home / "entry_points.txt").write_text("[console_scripts]\nhello\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    status, text = check("acme")
+    assert status == 1
+    assert "it ended the process (exit status 1); the last that it wrote: TypeError: " in text
+
+
+@pytest.mark.parametrize("seconds", ["inf", "nan", "0", "-1", "1e300", "soon"])
+def test_a_time_that_is_none_is_refused(seconds, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["check", "twinkle-core", f"--timeout={seconds}"])
+    assert end.value.code == 2 and f"must be seconds, more than 0 and at most 86400, not '{seconds}'" in capsys.readouterr().err

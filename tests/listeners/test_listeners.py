@@ -164,3 +164,41 @@ def test_a_bar_that_is_not_to_be_shown(capsys, monkeypatch, tty):
     with listening(ProgressBar(total=2, shown=False)):
         train(model(), 2)
     assert capsys.readouterr().err == ""
+
+
+def test_lines_end_at_line_feeds_alone(tmp_path):
+    path, text = tmp_path / "m.jsonl", "a\u2028b\u0085c\u2029d\x0b\x0c\x1e"
+    with listening(JsonLinesWriter(path, more=lambda: {"text": text})):
+        for step in (1, 2):
+            tell({"loss": 1.0}, step)
+    before = path.read_bytes()
+    assert [row["text"] for row in jsonl.read(path)] == [text] * 2
+    JsonLinesWriter(path, done=2)
+    assert path.read_bytes() == before
+
+
+def test_lines_that_cannot_be_read_hide_no_others_and_stay(tmp_path, caplog):
+    path = tmp_path / "m.jsonl"
+    odd = [b"{broken", b"[1, 2]", b"7", b"\xff\xfe\x00", b'{"step": "x"}', b"[" * 100_000]
+    good = [b'{"step": 1, "loss": 1.0}', b'{"step":2,  "loss": NaN}']
+    path.write_bytes(b"\n".join([good[0], *odd, good[1], b'{"step": 3}', b'{"step": 2']))
+    assert [row["step"] for row in jsonl.read(path)] == [1, "x", 2, 3]
+    assert caplog.messages == [f"{path}: not a JSON object in line 2, 3, 4, 5, 7; left as it is"]
+    JsonLinesWriter(path, done=2)
+    assert path.read_bytes() == b"\n".join([good[0], *odd, good[1], b""])
+
+
+def test_a_last_line_that_lacks_but_its_end_counts(tmp_path):
+    path = tmp_path / "m.jsonl"
+    path.write_bytes(b'{"step": 1}\n{"step": 2}')
+    JsonLinesWriter(path, done=2)
+    assert path.read_bytes() == b'{"step": 1}\n{"step": 2}\n'
+
+
+def test_numbers_within_are_null_too_where_they_are_not_finite(tmp_path):
+    more = {"list": [1.0, math.inf, (math.nan,)], "map": {"a": -math.inf, "b": "NaN"}}
+    with listening(JsonLinesWriter(tmp_path / "m.jsonl", more=lambda: more)):
+        tell({"loss": 1.0})
+    assert "NaN," not in (text := (tmp_path / "m.jsonl").read_text()) and "Infinity" not in text
+    (row,) = lines(tmp_path / "m.jsonl")
+    assert row["list"] == [1.0, None, [None]] and row["map"] == {"a": None, "b": "NaN"}

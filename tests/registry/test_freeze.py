@@ -7,7 +7,7 @@ import json
 import pytest
 
 from twinkle_core import registry
-from twinkle_core.errors import Disabled, FrozenRegistry, UnknownName, WorkerMismatch
+from twinkle_core.errors import BadName, Disabled, FrozenRegistry, UnknownName, WorkerMismatch, WrongType
 from twinkle_core.registry import Registry
 
 SOURCE = "class A: pass\nclass B: pass\n"
@@ -132,3 +132,21 @@ def test_one_name_need_not_be_a_list():
     names.register("loss", "focal", int)
     names.freeze({"loss": "focal"})
     assert names.resolve("loss", "focal") is int
+
+
+@pytest.mark.parametrize("allow", ["mse", ["loss"], {"loss": 3}, {"loss": ["mse", None]}, 7])
+def test_what_allows_nothing_that_has_a_name_is_refused_and_nothing_is_frozen(allow):
+    names = Registry(path=())
+    names.register("loss", "soft", int)
+    with pytest.raises(WrongType, match=r"registry\.freeze: allow"):
+        names.freeze(allow)
+    assert not names.frozen
+
+
+@pytest.mark.parametrize("value", [None, 3, 1.5, True, [], {}, (), b"mse"])
+def test_a_plain_value_is_no_component(value):
+    names = Registry(path=())
+    with pytest.raises(WrongType, match="it must be a name, a class"):
+        names.resolve("loss", value)
+    with pytest.raises(BadName, match="is no component"):
+        names.register("loss", "q", value)

@@ -84,3 +84,23 @@ def test_lines_that_nobody_could_ask_for_are_told(site):
     assert "loss 'a/b' from acme 1.0 can't be asked for: a name holds no '/'" in told
     assert "there is no group [twinkle.lossess]; did it mean [twinkle.losses]?" in told
     assert "stands twice in its metadata, as m:One and as m:Two" in told
+
+
+def test_a_distribution_that_is_there_twice_is_told(tmp_path):
+    """The leftover egg-info of an old build, or the same folder twice on the path, is none."""
+    for folder, version in (("a", "1"), ("b", "2")):
+        write_distribution(tmp_path / folder, "acme", version, {"losses": {"focal": "acme:F"}})
+    write_distribution(tmp_path / "b", "acme", "0.1", {"losses": {"focal": "acme:F"}}, egg=True)
+    a, b = str(tmp_path / "a"), str(tmp_path / "b")
+    (fault,) = scan([a, b]).faults
+    assert fault.startswith("acme is installed 2 times: 1 in ") and f"2 in {b}" in fault
+    assert scan([a, a]).faults == () == scan([b]).faults
+
+
+def test_another_distribution_under_the_cores_name_is_told(tmp_path):
+    core = {e.name: e.value for e in scan().entries if e.dist == "twinkle-core" and e.kind == "loss"}
+    write_distribution(tmp_path, "twinkle-core", "9", {"losses": core | {"mse": "evil:MSELoss", "more": "evil:More"}})
+    (fault,) = scan([str(tmp_path)]).faults
+    assert "twinkle-core 9 is not what this twinkle-core is" in fault
+    assert "has loss 'mse' as evil:MSELoss, has loss 'more' as evil:More, lacks metric" in fault
+    assert not [f for f in scan().faults if "twinkle-core" in f]

@@ -167,13 +167,20 @@ def test_half_registered_names_are_gone(site, warned):
     ("source", "why"),
     [
         ("@hookimpl\ndef twinkle_aftr_step(result): ...\n", "there is no such hook. Did you mean 'twinkle_after_step'?"),
-        ("@hookimpl\ndef twinkle_after_step(resalt): ...\n", "resalt"),
+        (
+            "@hookimpl\ndef twinkle_after_step(resalt): ...\n",
+            "the hook has no parameter 'resalt'; it has session, result. Did you mean 'result'?",
+        ),
+        ("@hookimpl\ndef twinkle_shutdown(zzz): ...\n", "the hook has no parameter 'zzz'; it has none."),
+        ("@hookimpl\nasync def twinkle_after_step(result): ...\n", "it is an async function"),
+        ("@hookimpl\nasync def twinkle_after_step(result):\n    yield\n", "it is an async function"),
+        ("@hookimpl\ndef twinkle_after_step(result):\n    yield\n", "it is a generator"),
         (
             "@hookimpl(wrapper=True)\ndef twinkle_after_step(result):\n    return (yield)\n",
             "wrappers of hooks are not supported",
         ),
     ],
-    ids=["unknown hook", "unknown parameter", "wrapper"],
+    ids=["unknown hook", "unknown parameter", "no parameters", "async", "async generator", "generator", "wrapper"],
 )
 def test_a_module_with_a_wrong_hook_does_not_listen(site, warned, source, why):
     hook_module(site, "bad", source + "@hookimpl\ndef twinkle_report_header():\n    return 'half'\n")
@@ -255,6 +262,25 @@ def test_who_is_refused_keeps_the_others_from_listening():
         raise AssertionError("unreachable")
     assert one.heard == ["end"] and plugins.hooks().twinkle_checkpoint_saved(path="a", session=None) == []
     assert one.heard == ["end"]
+
+
+def test_a_class_and_an_object_that_listens_already_are_refused():
+    one, plugins = Told(), Registry(path=()).plugins()
+    with (
+        pytest.raises(BadHook, match=r"Told is a class; give an object of it: Told\(\.\.\.\)"),
+        plugins.listening(Told),
+    ):
+        raise AssertionError("unreachable")
+    with pytest.raises(BadHook, match="listens already, as 'Told'"), plugins.listening(one, one):
+        raise AssertionError("unreachable")
+    assert one.heard == ["end"]
+    plugins.register(one, "mine")
+    with pytest.raises(BadHook, match="listens already, as 'mine'"):
+        plugins.register(one, "again")
+    plugins.unregister("mine")
+    with plugins.listening(one):  # and is free again
+        plugins.hooks().twinkle_checkpoint_saved(path="a", session=None)
+    assert one.heard == ["end", "end", "a", "end"]
 
 
 def test_a_strict_failure_at_the_end_of_a_block_leaves_nobody_listening(monkeypatch):

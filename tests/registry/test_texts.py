@@ -217,3 +217,64 @@ def test_arguments_for_what_is_built(site):
         "loss ready is built already and takes no arguments (temperature).\n"
         "    give its class or its name with them, or the object without"
     )
+
+
+NASTY = "e\x1b[2J\u202eX" + "y" * 300
+
+
+def test_names_from_elsewhere_do_nothing_to_a_terminal_and_are_cut(site):
+    """A name from a network with an escape, or a line end that would forge a line of a log; and one from metadata."""
+    site.add("acme", entry_points={"losses": {NASTY: "acme:F\x1b[2J"}})
+    names = site.registry()
+    for name in ("z" + NASTY, "a\nERROR forged\r\udc80", "acme/" + NASTY[:5] + "z"):
+        for kind in ("loss", f"x{name}"):
+            with pytest.raises((errors.UnknownName, errors.UnknownKind)) as caught:
+                names.find(kind, name)
+            lines = str(caught.value).split("\n")
+            assert len(lines) <= 3 and all(line.isprintable() and len(line) < 300 for line in lines)
+    assert "'a\\nERROR forged\\r\\udc80'" in text_of(names, "a\nERROR forged\r\udc80")
+    with pytest.raises(errors.Broken) as broken:
+        names.resolve("loss", NASTY)
+    assert "(acme:F\\x1b[2J)" in str(broken.value) and str(broken.value).replace("\n", "").isprintable()
+    names.freeze({})
+    with pytest.raises(errors.FrozenRegistry) as frozen:
+        names.find("loss", NASTY)
+    assert str(frozen.value).replace("\n", "").isprintable()
+
+
+def text_of(names, name):
+    with pytest.raises(errors.UnknownName) as caught:
+        names.find("loss", name)
+    return str(caught.value)
+
+
+def test_a_long_list_of_names_is_cut(site):
+    site.add("acme", entry_points={"losses": {f"loss_number_{i:03}": "acme:F" for i in range(100)}})
+    (line,) = [line for line in text_of(site.registry(), "zzz").splitlines() if "installed:" in line]
+    assert line.count("loss_number_") == 40 and line.endswith(", ... and 60 more")
+
+
+def test_damaged_metadata_of_a_stranger_is_named_where_it_may_be_the_cause(site, another_site):
+    """Libraries that ask for all entry points while they are imported, as torch does, fail by anybody's."""
+    source = "from importlib.metadata import entry_points\nentry_points(group='acme.backends')\nclass F: ...\n"
+    site.add("acme", entry_points={"losses": {"focal": "acme_all:F"}}, modules={"acme_all.py": source})
+    names = site.registry()
+    assert names.resolve("loss", "focal").__name__ == "F"
+    sys.modules.pop("acme_all")
+    home = site.add("stranger", api=None)
+    (home / "entry_points.txt").write_text("[console_scripts]\nhello\n")
+    with pytest.raises(errors.Broken) as caught:
+        names.resolve("loss", "focal")
+    told, where = str(caught.value).splitlines()[2:4]
+    assert "metadata that is damaged" in told and str(home) in where
+    (home / "entry_points.txt").unlink()
+    assert names.resolve("loss", "focal").__name__ == "F"
+
+
+def test_a_fault_of_an_option_names_its_key_once():
+    fault = ("--dataloader.batch_size", "dataloader.batch_size: must be greater than 0, not 0")
+    other = ("--optimizer.lr", "optimizer 'adamw': lr='abc'")
+    assert str(errors.BadConfig("sft.yaml", [fault, other])).splitlines()[1:] == [
+        "    --dataloader.batch_size: must be greater than 0, not 0",
+        "    --optimizer.lr: optimizer 'adamw': lr='abc'",
+    ]

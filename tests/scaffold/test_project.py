@@ -309,3 +309,25 @@ def test_the_hooks_are_hooks(generated):
     names = registry.Registry(path=())
     names.plugins().register(module, "acme")
     assert names.plugins().hooks().twinkle_report_header() == ["acme-hooks: counts updates and logs metrics"]
+
+
+def test_a_name_or_place_that_no_file_system_takes_is_refused(tmp_path, capsys):
+    assert main(["new", "loss", "a" * 300, "--dir", str(tmp_path)]) == 1
+    assert "it has 300 signs, and 100 are the most" in capsys.readouterr().err
+    with pytest.raises(NotWritable, match="too long"):
+        project.write(project.plan("loss", "acme-x"), tmp_path / ("d" * 300))
+    assert not list(tmp_path.iterdir())
+    project.write(project.plan("loss", "a" * 100), tmp_path)
+
+
+def test_a_name_that_another_distribution_has_for_the_kind_is_told(tmp_path, capsys, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    write_distribution(tmp_path, "other-losses", "1.2", {"losses": {"soft": "other:Soft"}})
+    registry.refresh()
+    try:
+        for kind, name, told in (("loss", "soft", True), ("loss", "softer", False), ("metric", "soft", False)):
+            assert main(["new", kind, name, "--dir", str(tmp_path / kind)]) == 0
+            err = capsys.readouterr().err
+            assert ("loss 'soft' from other-losses 1.2 has that name already" in err) is told, (kind, name, err)
+    finally:
+        registry.refresh()

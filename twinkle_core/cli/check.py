@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -19,6 +20,7 @@ from twinkle_core.testing.declared import entries_of, key_of, named_suites
 
 WORKER = "twinkle_core.cli.check_worker"
 TIMEOUT = 300.0  # seconds for one component: imports of torch and transformers, and all of its suite
+LONGEST = 86400.0  # a day; timers of the system overflow somewhere above
 OUTCOMES = ("passed", "failed", "expected", "left out")
 
 
@@ -44,8 +46,18 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument("target", metavar="DIST | module:Class", help="an installed distribution, a class, or a suite")
     parser.add_argument("--json", action="store_true", help="for programs")
-    parser.add_argument("--timeout", type=float, default=TIMEOUT, metavar="SECONDS", help="for one component (%(default)s)")
+    parser.add_argument("--timeout", type=_seconds, default=TIMEOUT, metavar="SECONDS", help="for one component (%(default)s)")
     parser.set_defaults(run=run)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds <= LONGEST:
+        raise argparse.ArgumentTypeError(f"must be seconds, more than 0 and at most {LONGEST:.0f}, not {text!r}")
+    return seconds
 
 
 def run(args: argparse.Namespace) -> int:
@@ -88,11 +100,8 @@ def text(rows: Sequence[Row], faults: Iterable[str]) -> str:
     parts += faults
     total = Counter(o for row in rows for _, o, _ in row.outcomes)
     failed = total["failed"] + len(list(faults))
-    parts.append(
-        f"{failed} failed, {total['passed']} passed"
-        if failed
-        else f"all passed: {total['passed']} check{'s' * (total['passed'] != 1)}"
-    )
+    checks = f"{total['passed']} check{'' if total['passed'] == 1 else 's'}"
+    parts.append(f"{failed} failed, {total['passed']} passed" if failed else f"all passed: {checks}")
     return "\n\n".join(parts)
 
 
@@ -115,4 +124,4 @@ def _document(rows: Sequence[Row], faults: Sequence[str]) -> str:
         {"component": row.label, "checks": [{"test": t, "outcome": o, "text": why} for t, o, why in row.outcomes]}
         for row in rows
     ]
-    return json.dumps({"components": components, "faults": list(faults)}, indent=2, ensure_ascii=False)
+    return json.dumps({"components": components, "faults": list(faults)}, indent=2)  # ASCII: any encoding of stdout holds it

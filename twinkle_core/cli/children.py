@@ -15,7 +15,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import IO, Any
 
+from twinkle_core.cli import streams
+from twinkle_core.errors import shown
+
 GRACE = 10.0  # seconds that a child has to end itself after its time
+WHY = 300  # characters of a child's last line that are shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +83,9 @@ def _end(status: int, said: IO[bytes], timeout: float) -> str:
     if late:
         return f"took longer than {timeout:.0f} s" + (f", at {place[1]}:{place[2]}" if place else "")
     fault = re.search(r"Fatal Python error: (.+)", text)
-    return f"ended the process (exit status {status}{f', {fault[1]}' if fault else ''})"
+    last = "" if fault else next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
+    said_last = f"; the last that it wrote: {shown(last, WHY)}" if last else ""
+    return f"ended the process (exit status {status}{f', {fault[1]}' if fault else ''}){said_last}"
 
 
 def serve(work: Callable[[Any], Any]) -> None:
@@ -87,7 +93,7 @@ def serve(work: Callable[[Any], Any]) -> None:
     asked = json.load(sys.stdin)
     sys.path[:] = asked["path"]
     faulthandler.enable()
-    with os.fdopen(os.dup(1), "w", encoding="utf-8") as out:
+    with streams.ready(), os.fdopen(os.dup(1), "w", encoding="utf-8") as out:
         os.dup2(2, 1)  # what a plugin prints must not look like an answer
         for task in asked["tasks"]:
             faulthandler.dump_traceback_later(asked["timeout"], exit=True)  # from outside Python, whatever holds its lock

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 
+from twinkle_core.cli import streams
 from twinkle_core.errors import TwinkleError, UnknownCommand
 from twinkle_core.names import closest
 
@@ -31,9 +31,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments without the program's name; default those of the process.
 
     Returns:
-        The exit status: 0, 1 after an error of twinkle's (its text is on stderr; ``--traceback`` raises it), 2 where a command
-        was asked for what is not there, 130 after Ctrl-C.
+        The exit status: 0, 1 after an error of twinkle's (its text is on stderr; ``--traceback`` raises it) or where stdout
+        takes no more, 2 where a command was asked for what is not there, 130 after Ctrl-C.
     """
+    with streams.ready():
+        return _guarded(argv)
+
+
+def _guarded(argv: Sequence[str] | None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     traceback = "--traceback" in arguments
     arguments = [a for a in arguments if a != "--traceback"]
@@ -49,8 +54,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:  # the reader (head, less) has gone: nothing to tell anybody
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left to flush has nowhere to go
+        streams.give_up()
         return 0
+    except OSError as error:
+        if not streams.lost():  # not of what was printed
+            raise
+        streams.give_up()
+        print(f"the output can't be written: {error.strerror or error}", file=sys.stderr)
+        return 1
 
 
 def _run(arguments: list[str]) -> int:

@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         found = {"components": components, "hook_modules": hook_modules}
         document = {key: [_plain(row) for row in value] for key, value in found.items()}
-        print(json.dumps(document | {"faults": list(index.faults)}, indent=2, ensure_ascii=False))
+        print(json.dumps(document | {"faults": list(index.faults)}, indent=2))  # ASCII: any encoding of stdout holds it
     else:
         print("\n\n".join([text(components, hook_modules, index.faults), *([] if args.load else [_NOTHING_IMPORTED])]))
     return 0

