@@ -13,12 +13,11 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from twinkle_core.contracts.engine import Batch
 from twinkle_core.isolation import attempt, describe
-from twinkle_core.processors.input import InputProcessor
 from twinkle_core.testing.suites.base import Suite, capability
-from twinkle_core.testing.suites.outputs import COMPUTED, HiddenStates, Watched, outputs_of, tiny_lm
-from twinkle_core.testing.toys import TinyLM, random_rows
+from twinkle_core.testing.suites.loss_case import Case, assert_finite, number
+from twinkle_core.testing.suites.outputs import COMPUTED, HiddenStates, Watched, outputs_of
+from twinkle_core.testing.toys import random_rows
 from twinkle_core.train import losses, micro
 from twinkle_core.types import IGNORE_INDEX, InputFeature, LossOutput
 
@@ -78,9 +77,9 @@ class LossSuite(Suite):
 
     def test_returns_a_sum_and_a_weight(self, loss: Any, rows: Any, loss_args: Any) -> None:
         """LossOutput: a scalar with a graph, and the number of items, without one."""
-        result = _Case(loss, rows, loss_args).call(train=True)
-        assert _number(result.weight) > 0, (
-            f"the weight is {_number(result.weight)} for rows with labels: count the items of the sum"
+        result = Case(loss, rows, loss_args).call(train=True)
+        assert number(result.weight) > 0, (
+            f"the weight is {number(result.weight)} for rows with labels: count the items of the sum"
         )
         graph = isinstance(result.weight, torch.Tensor) and result.weight.requires_grad
         assert not graph, "the weight has a graph: it is a count; use .detach(), or count the labels"
@@ -88,19 +87,19 @@ class LossSuite(Suite):
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
     def test_is_finite_in_lower_precision(self, loss: Any, rows: Any, loss_args: Any, dtype: torch.dtype) -> None:
         """Sum and gradients are finite in the dtypes that models train in."""
-        case = _Case(loss, rows, loss_args, dtype=dtype)
-        _assert_finite(case, f"on {str(dtype).removeprefix('torch.')} outputs")
+        case = Case(loss, rows, loss_args, dtype=dtype)
+        assert_finite(case, f"on {str(dtype).removeprefix('torch.')} outputs")
 
     def test_is_finite_where_the_model_is_sure(self, loss: Any, rows: Any, loss_args: Any) -> None:
         """Also where probabilities are 0 and 1 as far as float32 goes."""
-        case = _Case(loss, rows, loss_args, dtype=torch.float32)
+        case = Case(loss, rows, loss_args, dtype=torch.float32)
         with torch.no_grad():
             case.model.output_layer.weight.mul_(200)
-        _assert_finite(case, "where the model gives probabilities of 0 and 1 (clamp before log, mask before power or division)")
+        assert_finite(case, "where the model gives probabilities of 0 and 1 (clamp before log, mask before power or division)")
 
     def test_is_differentiable(self, loss: Any, rows: Any, loss_args: Any) -> None:
         """Gradients reach the model."""
-        case = _Case(loss, rows, loss_args)
+        case = Case(loss, rows, loss_args)
         result = case.call(train=True)
         assert bool(case.gradient(result.sum).abs().sum() > 0), (
             "no gradient reaches the model: between outputs and sum there is an argmax, a comparison, .detach(), .item() or "
@@ -111,7 +110,7 @@ class LossSuite(Suite):
         """The engine computes the fields in ``needs`` and nothing else."""
         strange = set(loss.needs) - COMPUTED - losses.OF_CORE
         assert not strange, f"needs has {sorted(strange)}; outputs are {', '.join(sorted(COMPUTED))}"
-        case = _Case(loss, rows, loss_args)
+        case = Case(loss, rows, loss_args)
         outputs = Watched(outputs_of(case.model, case.inputs, case.needs))
         outcome = attempt(lambda: loss(case.inputs, outputs, **case.args))
         asked = sorted(outputs.asked)
@@ -124,7 +123,7 @@ class LossSuite(Suite):
 
     def test_changes_nothing_that_it_is_given(self, loss: Any, rows: Any, loss_args: Any) -> None:
         """Two calls with the same batch give the same, and leave it as it was."""
-        case = _Case(loss, rows, loss_args)
+        case = Case(loss, rows, loss_args)
         outputs = outputs_of(case.model, case.inputs, case.needs)
         before = [_tensors(case.inputs), _tensors(outputs)]
         first, second = (loss(case.inputs, outputs, **case.args) for _ in range(2))
@@ -136,10 +135,10 @@ class LossSuite(Suite):
     def test_keeps_nothing_between_batches(self, loss: Any, rows: Any, loss_args: Any) -> None:
         """After another batch it gives what it gives first; batches get no fields from it, and random numbers go on."""
         stop = sum(micro.group_sizes(loss, rows)[:1])
-        first = _Case(copy.deepcopy(loss), rows, loss_args).call()
+        first = Case(copy.deepcopy(loss), rows, loss_args).call()
         used = copy.deepcopy(loss)
-        _Case(used, rows, loss_args).rows_from(range(stop)).call()
-        case = _Case(used, rows, loss_args)
+        Case(used, rows, loss_args).rows_from(range(stop)).call()
+        case = Case(used, rows, loss_args)
         outputs = outputs_of(case.model, case.inputs, case.needs)
         fields = [set(case.inputs), set(outputs)]
         self._same(first, case.call(), "after another batch it gives another result: it keeps something of that one")
@@ -155,24 +154,24 @@ class LossSuite(Suite):
 
     def test_its_own_numbers_add_up(self, loss: Any, rows: Any, loss_args: Any) -> None:
         """Each of ``LossOutput.metrics`` is a sum and a weight without a graph; halves add up; padding is not in it."""
-        whole = _Case(loss, rows, loss_args)
+        whole = Case(loss, rows, loss_args)
         sizes = micro.group_sizes(loss, rows)
         numbers = whole.call().metrics or {}
         if not numbers:
             pytest.skip("it has no numbers of its own")
         graphs = [n for n, pair in numbers.items() if any(isinstance(v, torch.Tensor) and v.requires_grad for v in pair)]
         assert not graphs, f"metrics: {graphs[0]} has a graph, which keeps the memory of each step: .detach() it"
-        padded = _Case(loss, rows, loss_args, pad_to_multiple_of=16).call().metrics or {}
+        padded = Case(loss, rows, loss_args, pad_to_multiple_of=16).call().metrics or {}
         cut = sum(sizes[: len(sizes) // 2])
         parts = [whole.rows_from(part).call().metrics or {} for part in (range(cut), range(cut, len(rows)))]
         for name, pair in numbers.items():
-            mine = [_number(v) for v in pair]
-            wide = [_number(v) for v in padded[name]]
+            mine = [number(v) for v in pair]
+            wide = [number(v) for v in padded[name]]
             assert all(self._close(a, b) for a, b in zip(mine, wide, strict=True)), (
                 f"metrics: more padding changes {name}, {mine} against {wide}: count where inputs['labels'] != -100"
             )
             if loss.scope != "batch":
-                added = [sum(_number(part[name][i]) for part in parts if name in part) for i in range(2)]
+                added = [sum(number(part[name][i]) for part in parts if name in part) for i in range(2)]
                 assert all(self._close(a, b) for a, b in zip(mine, added, strict=True)), (
                     f"metrics: {name} of the batch is {mine} (sum, weight), and its halves give {added}: give the sum and the "
                     "number of items, not a mean"
@@ -186,8 +185,8 @@ class LossSuite(Suite):
             "module will do"
         )
         self._same(
-            _Case(loss, rows, loss_args).call(),
-            _Case(copied.value, rows, loss_args).call(),
+            Case(loss, rows, loss_args).call(),
+            Case(copied.value, rows, loss_args).call(),
             "its pickle gives another result: what __init__ sets must be in its state",
         )
 
@@ -195,7 +194,7 @@ class LossSuite(Suite):
 
     def test_positions_without_label_do_not_count(self, loss: Any, rows: Any, loss_args: Any) -> None:
         """-100 is ignored: what the model says there changes nothing, and gets no gradient."""
-        case = _Case(loss, rows, loss_args)
+        case = Case(loss, rows, loss_args)
         if "embeddings" in loss.needs or "aux_loss" in loss.needs or not _has_labels(rows):
             pytest.skip("it reads what belongs to whole rows")
         hidden = case.model(case.inputs).detach().requires_grad_()
@@ -222,8 +221,8 @@ class LossSuite(Suite):
             pytest.skip("rows come with arguments of their own, or in groups")
         silent = [*rows, _unlabelled(rows[0])]
         self._same(
-            _Case(loss, rows, loss_args).call(),
-            _Case(loss, silent, loss_args).call(),
+            Case(loss, rows, loss_args).call(),
+            Case(loss, silent, loss_args).call(),
             "a row in which every label is -100 changes it: count and sum only where inputs['labels'] != -100",
         )
 
@@ -233,9 +232,9 @@ class LossSuite(Suite):
             pytest.skip("its items are not labels")
         if not _has_labels(rows):
             pytest.skip("the rows have no labels")
-        case = _Case(loss, [_unlabelled(row) for row in rows], loss_args)
+        case = Case(loss, [_unlabelled(row) for row in rows], loss_args)
         result = case.call()
-        total, weight = _number(result.sum), _number(result.weight)
+        total, weight = number(result.sum), number(result.weight)
         assert total == 0 and weight == 0, (
             f"without any label the sum is {total} and the weight {weight}; both must be 0. A mean over nothing is NaN: return "
             "the sum, and let the window divide"
@@ -250,16 +249,16 @@ class LossSuite(Suite):
     def test_halves_add_up_as_its_scope_says(self, loss: Any, rows: Any, loss_args: Any) -> None:
         """Sum, weight and gradients of a batch are those of its halves added; for scope ``batch`` they are not."""
         assert loss.scope in ("token", "row", "group", "batch"), f"scope is {loss.scope!r}; it is token, row, group or batch"
-        whole = _Case(loss, rows, loss_args)
+        whole = Case(loss, rows, loss_args)
         sizes = micro.group_sizes(loss, rows)
         assert len(sizes) > 1, "the fixture 'rows' holds one group only, which can't be halved: give two or more"
         cut = sum(sizes[: len(sizes) // 2])
         halves = [whole.rows_from(range(cut)), whole.rows_from(range(cut, len(rows)))]
         result, parts = whole.call(), [half.call() for half in halves]
-        total, weight = sum(_number(p.sum) for p in parts), sum(_number(p.weight) for p in parts)
-        same = self._close(_number(result.sum), total) and self._close(_number(result.weight), weight)
+        total, weight = sum(number(p.sum) for p in parts), sum(number(p.weight) for p in parts)
+        same = self._close(number(result.sum), total) and self._close(number(result.weight), weight)
         shown = (
-            f"sum {_number(result.sum):.6g} and weight {_number(result.weight):.6g} of the batch, "
+            f"sum {number(result.sum):.6g} and weight {number(result.weight):.6g} of the batch, "
             f"{total:.6g} and {weight:.6g} of its halves"
         )
         if loss.scope == "batch":
@@ -271,7 +270,7 @@ class LossSuite(Suite):
         assert same, (
             f"its scope is '{loss.scope}', but its halves do not add up: {shown}. Return the sum over items, not their mean, "
             "and how many items it sums; or declare scope 'batch' if it compares rows with each other"
-            + self._hint([(_number(result.sum), total), (_number(result.weight), weight)])
+            + self._hint([(number(result.sum), total), (number(result.weight), weight)])
         )
         gradient = sum(half.gradient(part.sum) for half, part in zip(halves, parts, strict=True))
         torch.testing.assert_close(
@@ -286,7 +285,7 @@ class LossSuite(Suite):
         """Ranks that hold slices of a row may call a ``token_local`` loss on their slices."""
         if not loss.token_local:
             pytest.skip("it is not token_local")
-        case = _Case(loss, rows, loss_args)
+        case = Case(loss, rows, loss_args)
         length = case.inputs["input_ids"].shape[1]
         if any(isinstance(v, torch.Tensor) and v.dim() > 1 for v in case.args.values()):
             pytest.skip("its arguments have one entry for each token")
@@ -306,8 +305,8 @@ class LossSuite(Suite):
     def test_padding_changes_nothing(self, loss: Any, rows: Any, loss_args: Any, side: str) -> None:
         """More padding, on either side, changes neither sum nor weight nor gradients."""
         self._assert_alike(
-            _Case(loss, rows, loss_args),
-            _Case(loss, rows, loss_args, padding_side=side, pad_to_multiple_of=16),
+            Case(loss, rows, loss_args),
+            Case(loss, rows, loss_args, padding_side=side, pad_to_multiple_of=16),
             f"more padding on the {side} changes it: count and sum only where inputs['labels'] != -100 (never with .mean(), "
             ".numel() or shape)",
         )
@@ -316,8 +315,8 @@ class LossSuite(Suite):
     def test_packing_changes_nothing(self, loss: Any, rows: Any, loss_args: Any) -> None:
         """Rows in one sequence give what they give padded."""
         self._assert_alike(
-            _Case(loss, rows, loss_args),
-            _Case(loss, rows, loss_args, padding_free=True),
+            Case(loss, rows, loss_args),
+            Case(loss, rows, loss_args, padding_free=True),
             "packed rows ([1, T] with seq_lens) give another result than padded ones: tell rows apart by "
             "twinkle_core.processors.input.unpack, or say packing = False in its suite and in its text",
         )
@@ -328,8 +327,8 @@ class LossSuite(Suite):
         blocks = [range(start, stop) for start, stop in zip([0, *stops], stops, strict=False)]
         order = [i for block in reversed(blocks) for i in block]
         self._assert_alike(
-            _Case(loss, rows, loss_args),
-            _Case(loss, [rows[i] for i in order], {k: _taken(v, order) for k, v in loss_args.items()}),
+            Case(loss, rows, loss_args),
+            Case(loss, [rows[i] for i in order], {k: _taken(v, order) for k, v in loss_args.items()}),
             "the order of the rows changes it: declare in groups() which rows belong together, or list this test in "
             "expected_failures with the reason",
         )
@@ -340,7 +339,7 @@ class LossSuite(Suite):
     def test_gradients_are_those_of_the_formula(self, loss: Any, rows: Any, loss_args: Any) -> None:
         """torch.autograd.gradcheck: gradients against differences of the sum, in float64."""
         stop = next(s for s in itertools.accumulate(micro.group_sizes(loss, rows)) if s >= min(2, len(rows)))
-        case = _Case(loss, rows, loss_args).rows_from(range(stop))
+        case = Case(loss, rows, loss_args).rows_from(range(stop))
         hidden = case.model(case.inputs).detach().requires_grad_()
 
         def total(given: torch.Tensor) -> torch.Tensor:
@@ -372,11 +371,11 @@ class LossSuite(Suite):
         return "\n    They agree to float32's rounding: if it computes in float32, say float64 = False" if near else ""
 
     def _same(self, one: LossOutput, other: LossOutput, why: str) -> None:
-        pairs = [(_number(one.sum), _number(other.sum)), (_number(one.weight), _number(other.weight))]
+        pairs = [(number(one.sum), number(other.sum)), (number(one.weight), number(other.weight))]
         shown = f"sum {pairs[0][0]:.8g} and weight {pairs[1][0]:.8g}, against {pairs[0][1]:.8g} and {pairs[1][1]:.8g}"
         assert all(self._close(a, b) for a, b in pairs), f"{why}\n    {shown}{self._hint(pairs)}"
 
-    def _assert_alike(self, one: _Case, other: _Case, why: str) -> None:
+    def _assert_alike(self, one: Case, other: Case, why: str) -> None:
         """Sum, weight and gradients."""
         first, second = one.call(), other.call()
         self._same(first, second, why)
@@ -384,44 +383,6 @@ class LossSuite(Suite):
         torch.testing.assert_close(
             one.gradient(first.sum), other.gradient(second.sum), msg=f"{why} (its gradients)", rtol=rtol, atol=atol
         )
-
-
-class _Case:
-    """A loss with a batch and a model."""
-
-    def __init__(
-        self,
-        loss: Any,
-        rows: Sequence[InputFeature],
-        loss_args: Mapping[str, Any],
-        dtype: torch.dtype = torch.float64,
-        **processor: Any,
-    ) -> None:
-        self.loss, self.rows, self.loss_args, self.processor = loss, rows, loss_args, processor
-        self.model: TinyLM = tiny_lm(dtype)
-        self.inputs = InputProcessor(**processor).collate(rows)
-        self.args = {k: _in(v, dtype) for k, v in loss_args.items()}
-        self.needs = losses.engine_needs(loss, [])
-
-    def rows_from(self, rows: range) -> _Case:
-        """The same with some of the rows."""
-        args = micro.cut_args(self.loss_args, rows, len(self.rows), "cpu")
-        return _Case(self.loss, [self.rows[i] for i in rows], args, **self.processor)
-
-    def call(self, module: Any = None, *, train: bool = False) -> LossOutput:
-        """The loss, checked as in training."""
-        outputs = outputs_of(module or self.model, self.inputs, self.needs)
-        return losses.call(self.loss, Batch(self.inputs, range(len(self.rows)), self.args), outputs, train=train)
-
-    def gradient(self, total: torch.Tensor) -> torch.Tensor:
-        """Of all weights of the model, one after the other."""
-        weights = list(self.model.parameters())
-        gradients = torch.autograd.grad(total, weights, allow_unused=True, retain_graph=True)
-        return torch.cat([(torch.zeros_like(w) if g is None else g).flatten() for w, g in zip(weights, gradients, strict=True)])
-
-
-def _in(value: Any, dtype: torch.dtype) -> Any:
-    return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
 
 def _unlabelled(row: InputFeature) -> InputFeature:
@@ -451,13 +412,3 @@ def _tensors(fields: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 def _has_labels(rows: Sequence[InputFeature]) -> bool:
     """Whether the rows have a label for each token."""
     return all(row.get("labels") is not None and len(row["labels"]) == len(row["input_ids"]) for row in rows)
-
-
-def _number(value: Any) -> float:
-    return float(value.detach()) if isinstance(value, torch.Tensor) else float(value)
-
-
-def _assert_finite(case: _Case, where: str) -> None:
-    result = case.call()
-    assert bool(result.sum.isfinite()), f"the sum is {_number(result.sum)} {where}"
-    assert bool(case.gradient(result.sum).isfinite().all()), f"a gradient is not finite {where}"

@@ -80,13 +80,15 @@ class ModelNumbers(ModelChecks):
             count += int(held.sum())
         return total / count
 
-    def moved(self, name: str, rows: Rows, lr: float, max_norm: float = NO_LIMIT, **how: Any) -> tuple[TwinkleModel, Any, Any]:
+    def moved(
+        self, name: str, rows: Rows, lr: float, max_norm: float = NO_LIMIT, norm_type: float = 2, maximize: bool = False
+    ) -> tuple[TwinkleModel, Any, Any]:
         """A new model after one update of plain SGD: itself, the norm that was returned, and weights before minus after."""
         model = self.ready(name)
-        model.set_optimizer("sgd", lr=lr, weight_decay=0.0, maximize=how.pop("maximize", False), adapter_name=name)
+        model.set_optimizer("sgd", lr=lr, weight_decay=0.0, maximize=maximize, adapter_name=name)
         before = weights(model, name)
         model.forward_backward(rows, adapter_name=name)
-        norm = model.clip_grad_and_step(max_norm, how.pop("norm_type", 2), adapter_name=name)
+        norm = model.clip_grad_and_step(max_norm, norm_type, adapter_name=name)
         after = weights(model, name)
         own = {live.data_ptr(): key for key, live in reversed(model.get_state_dict(adapter_name=name).items())}
         return model, norm, {key: (before[key].double() - after[key].double()) / lr for key in own.values()}  # tied ones once

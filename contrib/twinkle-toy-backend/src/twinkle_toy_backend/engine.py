@@ -43,7 +43,7 @@ class ToyEngine(LoopEngine):
         if unknown := sorted(needs - GIVES):
             raise NotComputed("ToyModel", unknown[0], "it is a language model, with logits and what is made of them")
         hidden = self.module(batch.inputs)
-        layer = Tempered(self.module.output_layer, temperature)  # type: ignore[arg-type]
+        layer = Tempered(self.module.output_layer, temperature)
         output = ModelOutput(hidden=hidden, output_layer=layer)
         if "logits" in needs:
             output.logits = layer(hidden)

@@ -15,6 +15,10 @@ class DSMLSuite(TemplateSuite):
     component = DSMLTemplate
     arguments = {"model_id": _TOKENIZER, "reasoning_effort": "low"}
     parses = False
+    expected_failures = {
+        "test_a_prompt_is_how_the_row_begins": "the </think> that closes a thought that is not there is not trained: only real "
+        "thinking turns are trained as thinking turns"
+    }
 
 
 class DeepseekV4Suite(TemplateSuite):
