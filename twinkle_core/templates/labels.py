@@ -28,11 +28,12 @@ from typing import Any
 
 from twinkle_core.errors import TemplateError
 from twinkle_core.log import get_logger
+from twinkle_core.templates.manners import Render, common
 from twinkle_core.templates.marks import Marker, Part, arguments_of
-from twinkle_core.templates.messages import Turn
+from twinkle_core.templates.messages import Turn, last_question
 
-#: (messages, tools, add_generation_prompt) -> text
-Render = Callable[[Sequence[Turn], "list[Any] | None", bool], str]
+#: A thought that is none.
+_EMPTY_THOUGHT = re.compile(r"\s*<think>\s*</think>")
 
 _CACHE_SIZE = 2048
 #: Roles that no model hands over to by writing their token.
@@ -89,21 +90,23 @@ class Locator:
     ) -> None:
         self._render = render
         self._boundaries = boundaries
-        self._marker = Marker(nonce)
+        self.marker = Marker(nonce)
         self._special = _any_of(special)
         self._skeletons: dict[str, _Skeleton] = {}
         self._prompts: dict[str, str] = {}
+        self.surplus = ""
         self.end, self.stop, self.header, self.asker = self._probe(_any_of(added), eos)
 
     def _probe(self, added: re.Pattern[str], eos: str | None) -> tuple[str, str, str, str]:
         """The end token of an assistant's turn ('' if there is none), the next role's token that stands for it then, the
-        generation prompt after a user's turn, and what a user's turn begins with.
+        generation prompt after a user's turn, and what a user's turn begins with. Sets ``surplus``: the generation prompt that
+        a template writes after the last answer too, asked for or not.
         """
-        mark = self._marker.mark
+        mark = self.marker.mark
         talk: list[Turn] = [{"role": "user", "content": mark(0)}, {"role": "assistant", "content": mark(1)}]
         longer = [*talk, {"role": "user", "content": mark(2)}, {"role": "assistant", "content": mark(3)}]
         after = [self._after(self._render(t, None, False), 1) for t in (talk, longer)]
-        closing = _common(after)
+        closing = common(after)
         for match in (m for text in after for m in added.finditer(text)):
             if match.start() < len(closing) < match.end():  # two tokens that begin alike
                 closing = closing[: match.start()]
@@ -115,17 +118,27 @@ class Locator:
         else:
             end = closing.rstrip()
         asked, told = (self._after(self._render(talk[:1], None, flag), 0) for flag in (True, False))
+        over = after[0].removeprefix(token.group() if token else "")
+        if asked == told and over.strip() and asked.endswith(over):
+            self.surplus = over
+            after[0] = after[0].removesuffix(over)
+            end = end if token else ""
         role = None if end or self._special.search(after[0]) else self._special.search(after[1])
         if not end and not role and not self._special.search(after[0]):
             get_logger("templates").warning(
                 "the chat template writes no special token after an answer, so the model can't learn where to stop"
             )
         asker = (after[1].partition(end)[2] if end else after[1]).strip()
-        return end, role.group() if role else "", asked[len(_common([asked, told])) :], asker
+        return end, role.group() if role else "", self.surplus or asked[len(common([asked, told])) :], asker
+
+    def role_token(self, text: str) -> str:
+        """The first special token in what stands between two turns, '' if there is none."""
+        token = self._special.search(text)
+        return token.group() if token else ""
 
     def _after(self, text: str, number: int) -> str:
         """What stands after a mark, up to the next one."""
-        literals, order = self._marker.split(text)
+        literals, order = self.marker.split(text)
         if number not in order:
             raise TemplateError.rendering("it leaves out a plain message of a user or an assistant")
         return literals[order.index(number) + 1]
@@ -138,7 +151,7 @@ class Locator:
         Raises:
             TemplateError: a turn whose place can't be told for certain, or a message that the template leaves out.
         """
-        marker = self._marker
+        marker = self.marker
         while marker.nonce in text:  # a text about this very file
             marker = Marker(f"q{hashlib.sha256((marker.nonce + text).encode('utf-8', 'replace')).hexdigest()[:16]}z")
         marked, parts = marker.replace(messages)
@@ -196,6 +209,9 @@ class Locator:
             if places != list(range(first, last + 1)):
                 raise TemplateError.at(turn, "assistant", "the chat template mixes its text with another message's")
             head = self._head(marker, turn, marked, tools, literals[first], order[first - 1] if first else None)
+            if turn < last_question(messages):  # its thought was left out: an empty one is not what the model wrote
+                empty = _EMPTY_THOUGHT.match(literals[first], head)
+                head = empty.end() if empty else head
             follower = messages[turn + 1]["role"] if turn + 1 < len(messages) else ""
             tail = self._tail(turn, message, literals[last + 1], follower, final=last + 1 == len(order))
             bound = _Bound(turn, first, head, last, tail)
@@ -227,7 +243,7 @@ class Locator:
         if len(present) != len(order):
             turn = next(parts[n].turn for n in order if order.count(n) > 1)
             raise TemplateError.at(turn, messages[turn]["role"], "the chat template writes its text twice")
-        asked = max((k for k, m in enumerate(messages) if m["role"] == "user"), default=-1)
+        asked = last_question(messages)
         for number, part in enumerate(parts):
             if number in present or (part.kind == "thought" and part.turn < asked):
                 continue
@@ -253,7 +269,7 @@ class Locator:
                     turn, "assistant", "no user comes before it, and the template has no header. Begin with a user"
                 )
             return at + len(self.header)
-        same = len(_common([prompt, literal]))
+        same = len(common([prompt, literal]))
         if same < len(prompt):  # an old turn without the thought that the prompt begins: back to the end of a token
             same = max((end for end in self._boundaries(prompt) if end <= same), default=0)
             floor = len(prompt) - len(self.header) if self.header and prompt.endswith(self.header) else 0
@@ -306,12 +322,6 @@ class Locator:
         if "tool_calls" in message:
             raise TemplateError.at(turn, "assistant", "the chat template does not show where its tool call ends")
         return 0
-
-
-def _common(texts: Sequence[str]) -> str:
-    """What both texts begin with."""
-    size = next((k for k, (a, b) in enumerate(zip(*texts, strict=False)) if a != b), min(map(len, texts)))
-    return texts[0][:size]
 
 
 def _any_of(tokens: Iterable[str]) -> re.Pattern[str]:
