@@ -19,6 +19,8 @@ Schema = Mapping[str, Mapping[str, str]]
 Reader = Callable[[str, int, Schema], "tuple[list[ToolCall], int]"]
 
 _BLANK = re.compile(r"\s*")
+#: A sign of JSON that is cut off is no longer than this: ``\ud83d\udc4b``, with which the error comes at its beginning.
+_LONGEST = 16
 
 
 def scan(text: str, opening: str, read: Reader, schema: Schema) -> tuple[str, list[ToolCall]]:
@@ -46,16 +48,28 @@ def blank(text: str, at: int) -> int:
 
 
 def json_at(text: str, at: int) -> tuple[Any, int]:
-    """The JSON value at a place, after white space, and where it ends; (None, where it stops being JSON) if there is none."""
+    """The JSON object or list at a place, after white space, and where it ends; (None, where it stops being JSON) if none is.
+
+    Read in growing pieces: an error counts the lines before it, which from the beginning of a long text takes too long.
+    """
     at = blank(text, at)
-    try:
-        return _DECODER.raw_decode(text, at)
-    except json.JSONDecodeError as fault:
-        return None, max(at, fault.pos)
-    except ValueError:  # NaN, a number of thousands of digits
-        return None, at + 1
-    except RecursionError:  # thousands of brackets
-        return None, len(text)
+    if not text.startswith(("{", "["), at):
+        return None, at
+    size = 256
+    while True:
+        piece = text[at : at + size]
+        try:
+            value, end = _DECODER.raw_decode(piece)
+            return value, at + end
+        except json.JSONDecodeError as fault:
+            cut = fault.pos > len(piece) - _LONGEST or fault.msg.startswith("Unterminated")
+            if not cut or at + size >= len(text):
+                return None, at + fault.pos
+        except ValueError:  # NaN, a number of thousands of digits
+            return None, at + 1
+        except RecursionError:  # thousands of brackets
+            return None, len(text)
+        size *= 4
 
 
 def call(name: Any, arguments: Any, identity: Any = None) -> ToolCall | None:
@@ -76,8 +90,10 @@ def value_of(text: str, declared: str | None) -> Any:
         return text
     if declared in ("boolean", "null") and text.strip().lower() in ("true", "false", "null", "none"):
         return {"true": True, "false": False}.get(text.strip().lower())
-    value, end = json_at(text, 0)
-    return value if end > 0 and not text[end:].strip() and not (value is None and text.strip() != "null") else text
+    try:
+        return _DECODER.decode(text)
+    except (ValueError, RecursionError):
+        return text
 
 
 def _refuse(constant: str) -> Any:
