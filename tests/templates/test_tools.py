@@ -209,13 +209,13 @@ def test_no_text_makes_it_fail_and_none_is_lost_or_made_up(text):
     ],
 )
 def test_time_is_linear(form, piece):
-    """Four times the text takes four times as long, not sixteen."""
+    """Sixteen times the text takes sixteen times the processor's time, not 256 times. Others on the machine do not count."""
 
     def took(size):
-        text, begun = piece * size, time.perf_counter()
+        text, begun = piece * size, time.process_time()
         FORMS[form](text, {})
-        return time.perf_counter() - begun
+        return time.process_time() - begun
 
     took(100)
-    small, large = min(took(2000) for _ in range(3)), min(took(16000) for _ in range(2))
-    assert large < 0.02 or large < 24 * small, (small, large)
+    small, large = min(took(2000) for _ in range(3)), min(took(32000) for _ in range(2))
+    assert large < 0.05 or large < 80 * small, (small, large)
