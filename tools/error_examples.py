@@ -94,7 +94,10 @@ entry(
     why="A server has called `registry.freeze`, so that names from the network resolve in a fixed table only.",
     way="Ask for one of the names allowed, or have the server allow more.",
 )
-entry(e.RemoteCodeRefused("loss", "hf://acme/losses#Focal"))
+entry(
+    e.RemoteCodeRefused("loss", "hf://acme/losses#Focal"),
+    e.RemoteCodeRefused("loss", "hf://acme/losses#Focal", "TWINKLE_TRUST_REMOTE_CODE='maybe' is neither yes nor no: it is off"),
+)
 entry(e.BadRemoteComponent("loss", "hf://acme/losses#Focal", "the package defines CrossLoss, MarginLoss"))
 entry(
     e.BadHook("twinkle_after_stop", "twinkle_after_step", "there is no such hook"),
@@ -154,6 +157,8 @@ entry(
     e.DataError.encoding("notes.jsonl, byte 17", "invalid start byte"),
     e.DataError.line("notes.jsonl", 12, "Expecting ',' delimiter, column 40"),
     e.DataError.choice("split", "dev", "hf://org/name", ["train", "test"]),
+    e.DataError.only("split", "test", "rows.jsonl", "train"),
+    e.DataError.part("train[:10%]"),
     e.DataError.loading("rows.parquet", "Parquet magic bytes not found in footer"),
     e.DataError.argument("batch_size", 0, "a whole number from 1 up"),
     e.DataError.not_rows(0, "a text"),
@@ -168,6 +173,7 @@ entry(
     e.DataError.no_template(),
     e.DataError.lazy("split"),
     e.DataError.unsized("shuffle=True"),
+    e.DataError.resized(18, 12),
     e.DataError.no_batches(3, "batch_size=8 and drop_last"),
     e.DataError.empty("the data set"),
     e.DataError.encoded("map"),
@@ -183,19 +189,30 @@ entry(
     e.TemplateError.at(3, None, "'role' must be a text such as 'user'"),
     e.TemplateError.shape({"text": "hello"}),
     e.TemplateError.rendering("Conversation roles must alternate user/assistant/user/assistant/..."),
+    e.TemplateError.role(2, "Assistant", "assistant", ("system", "user", "assistant", "tool", "developer", "function")),
+    e.TemplateError.tools(3),
     e.TemplateError.prompt(),
     e.TemplateError.strategy("truncate", ("raise", "left", "right", "split", "delete")),
     e.TemplateError.argument("max_length", 1, "a whole number from 2 up (one token predicts another)"),
     e.TemplateError.tokenizer("./model", "no tokenizer.json"),
     e.TemplateError.slow("./model"),
+    e.TemplateError.tokens("./model", ["<｜User｜>", "<｜Assistant｜>"], "v4-0731"),
+    e.TemplateError.unreadable(1, "content"),
     why="A conversation that can't be encoded rightly, or a template that can't be built. A message at fault is named by its "
     "index and role.",
     way="Repair the conversation. `template.check(trajectory)` tells the reason without raising.",
 )
 entry(e.NoChatTemplate("hf://org/base-model"))
+entry(
+    e.BadCompletion.at_character("r</think>answer", 9, "the end token <｜end▁of▁sentence｜> is missing"),
+    e.BadCompletion.at_character("r</think>", 9, "the end token <｜end▁of▁sentence｜> is missing"),
+    why="A strict parser read a completion that breaks its format. `error.place` is the character.",
+    way="Read it leniently, `template.parse(text)`, or count it as a wrong answer.",
+)
 entry(e.RowTooLong(9000, 8192, "raise"))
 entry(
     e.NoLabels.untrained(),
+    e.NoLabels.short(1),
     e.NoLabels.cut(9000, 512, "right"),
     way="Such a row teaches nothing. Drop it (`truncation_strategy='delete'`), or see that it has an answer.",
 )
@@ -323,7 +340,10 @@ entry(e.NoDevice("cuda"))
 entry(
     e.PackingLeaks(
         "MambaForCausalLM", "a packed row's logits are not what they are alone (4.2%); it has layers with a state that runs on"
-    )
+    ),
+    e.PackingLeaks(
+        "LlamaForCausalLM", "positions begin anew inside the rows of a batch of 2; a packed batch is [1, T]", cure=True
+    ),
 )
 entry(
     e.NotComputed("Gemma2ForCausalLM", "hidden", "its logits are not its output layer's output alone; use a loss on logps"),

@@ -19,7 +19,6 @@ PLANNED = {
     ("model", "multi_lora_megatron"): ("MultiLoraMegatronModel", "twinkle-multilora"),
     ("model", "multi_lora_transformers"): ("MultiLoraTransformersModel", "twinkle-multilora"),
     ("runtime", "ray"): ("RayRuntime", "twinkle-ray"),
-    ("template", "dsml"): ("DSMLTemplate", "twinkle-dsml"),
 }
 PLANNED_SINCE = "0.1.0"
 HEADER = '''"""Which distribution provides which first-party name (L0). Generated: python tools/generate_known.py

@@ -204,9 +204,9 @@ class FrozenRegistry(TwinkleError, PermissionError):
 class RemoteCodeRefused(TwinkleError, PermissionError):
     """A component in a repository of a hub, without leave to run its code."""
 
-    def __init__(self, kind: str, reference: str) -> None:
+    def __init__(self, kind: str, reference: str, unclear: str = "") -> None:
         super().__init__(
-            f"{kind} '{reference}' is code in a repository, and running it is off.\n"
+            f"{kind} '{reference}' is code in a repository, and running it is off.{unclear and f' {unclear}.'}\n"
             f"    read that code; if you trust it: TWINKLE_TRUST_REMOTE_CODE=1"
         )
 
@@ -405,6 +405,21 @@ class DataError(TwinkleError, ValueError):
         return cls(f"{source} has no {what} {value!r}; it has {', '.join(map(repr, choices)) or 'none'}.")
 
     @classmethod
+    def only(cls, what: str, value: object, source: object, there: str) -> DataError:
+        return cls(
+            f"{source} has no {what} {value!r}; it has {there!r} alone.\n"
+            f"    Take a part of its rows with data_slice (in a configuration: slice), or give another file."
+        )
+
+    @classmethod
+    def part(cls, split: str) -> DataError:
+        name = split.partition("[")[0].partition("+")[0] or "train"
+        return cls(
+            f"split={split!r}: a split is one name, such as {name!r}.\n"
+            f"    Take a part of it with data_slice=range(100) (in a configuration: slice: 100)."
+        )
+
+    @classmethod
     def loading(cls, source: object, cause: object) -> DataError:
         return cls(f"{source} could not be read: {cause}")
 
@@ -466,6 +481,13 @@ class DataError(TwinkleError, ValueError):
         return cls(f"{what} needs to know the data set's length, which a stream does not have; use Dataset or LazyDataset.")
 
     @classmethod
+    def resized(cls, before: int, now: int) -> DataError:
+        return cls(
+            f"the data set has {now} rows, and had {before} when its DataLoader was made; its order and length were made from "
+            f"these.\n    Make a new DataLoader after the data set's last change."
+        )
+
+    @classmethod
     def no_batches(cls, rows: int, rule: str) -> DataError:
         return cls(f"a data set of {rows} rows gives no batch at all with {rule}.")
 
@@ -506,6 +528,22 @@ class TemplateError(TwinkleError, ValueError):
         return cls(f"the model's chat template refuses this conversation: {cause}")
 
     @classmethod
+    def role(cls, turn: int, role: str, near: str | None, known: Iterable[str]) -> TemplateError:
+        return cls.at(
+            turn,
+            role,
+            f"the model's chat template does not know the role {role!r}.{_meant(near)}\n"
+            f"    roles: {_listed(known)}, and what the template handles by name; only 'assistant' is trained",
+        )
+
+    @classmethod
+    def tools(cls, count: int) -> TemplateError:
+        return cls(
+            f"the model's chat template shows nothing of the row's 'tools' ({count}); the model would learn to call what "
+            f"it does not see.\n    Remove 'tools' from the rows, or give a template that shows them as chat_template=…"
+        )
+
+    @classmethod
     def prompt(cls) -> TemplateError:
         return cls("add_generation_prompt is for a conversation that waits for an answer; this one ends with the assistant.")
 
@@ -522,6 +560,18 @@ class TemplateError(TwinkleError, ValueError):
         return cls(f"no tokenizer could be loaded from {name}: {cause}")
 
     @classmethod
+    def unreadable(cls, turn: int, field: str) -> TemplateError:
+        way = f"read back, it has another {field!r}: its text holds signs of the format, which nothing escapes"
+        return cls.at(turn, "assistant", way)
+
+    @classmethod
+    def tokens(cls, name: object, missing: Iterable[str], release: str) -> TemplateError:
+        return cls(
+            f"the tokenizer of {name} has no single token for {', '.join(missing)}, which {release} writes.\n"
+            f"    Take a tokenizer of that release's checkpoints, or the release that fits the tokenizer."
+        )
+
+    @classmethod
     def slow(cls, name: object) -> TemplateError:
         return cls(f"the tokenizer of {name} gives no character offsets (it is no 'fast' one), so labels can't be placed.")
 
@@ -534,6 +584,19 @@ class NoChatTemplate(TemplateError):
             f"the tokenizer of {name} has no chat template (a base model?).\n"
             f"    Give one with chat_template=…, take an instruct model's, or train plain text with use_chat_template=False."
         )
+
+
+class BadCompletion(TemplateError):
+    """A completion that breaks its format. ``place``: the character at which it does, counted from 0."""
+
+    place: int = 0
+
+    @classmethod
+    def at_character(cls, text: str, place: int, cause: str) -> BadCompletion:
+        rest = text[place : place + 40]
+        error = cls(f"character {place}: {cause}; there stands {rest!r}." if rest else f"character {place}, the end: {cause}.")
+        error.place = place
+        return error
 
 
 class RowTooLong(TemplateError):
@@ -552,6 +615,13 @@ class NoLabels(TemplateError):
     @classmethod
     def untrained(cls) -> NoLabels:
         return cls("no token of the row is trained: the conversation has no assistant turn that train_on asks for.")
+
+    @classmethod
+    def short(cls, tokens: int) -> NoLabels:
+        return cls(
+            f"the text is {tokens or 'no'} token{'s' if tokens != 1 else ''} long, and one token predicts another: there is "
+            f"nothing to learn.\n    Remove such rows, or drop them with truncation_strategy='delete'."
+        )
 
     @classmethod
     def cut(cls, tokens: int, max_length: int, strategy: str) -> NoLabels:
@@ -985,10 +1055,12 @@ class NoDevice(TwinkleError, ValueError):
 
 
 class PackingLeaks(TwinkleError, ValueError):
-    """Packing asked of a model whose rows then see each other."""
+    """Packing asked of a model whose rows then see each other. ``cure``: the value of padding_free with which they do not."""
 
-    def __init__(self, model: str, why: str) -> None:
-        super().__init__(f"{model} can't train on packed rows: {why}.\n    use a processor with padding_free=False")
+    def __init__(self, model: str, why: str, cure: bool = False) -> None:
+        packs = " (or leave the rows' position_ids out, where each is one sample)" if cure else ""
+        what = "packed rows" if not cure else "these packed rows"
+        super().__init__(f"{model} can't train on {what}: {why}.\n    use a processor with padding_free={cure}{packs}")
 
 
 class NotComputed(TwinkleError, ValueError):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import importlib
+import json
 import re
 import sys
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ from twinkle_core.errors import BadHubId, BareId, HubError, NeedsLibrary, NoSuch
 
 HF = "hf://"
 MS = "ms://"
+_ADAPTER_CONFIG = "adapter_config.json"
 _NAME = r"[A-Za-z0-9_][\w.-]*"
 _ID = re.compile(rf"^{_NAME}/{_NAME}\Z")
 _HF_ID = re.compile(rf"^{_NAME}(/{_NAME})?\Z")  # Hugging Face has ids without an owner
@@ -65,6 +67,20 @@ def resolve(
     if "://" in given or not given.strip():
         raise BadHubId(given, kind)
     return _local(given, kind)
+
+
+def holds_adapter(folder: Path) -> bool:
+    """Whether a folder is an adapter as PEFT writes it, and no model."""
+    return (folder / _ADAPTER_CONFIG).is_file()
+
+
+def base_of_adapter(folder: Path) -> str | None:
+    """The model that the adapter in a folder was made for, if its config says so."""
+    try:
+        found = json.loads((folder / _ADAPTER_CONFIG).read_text("utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found.get("base_model_name_or_path") if isinstance(found, dict) else None
 
 
 def _local(given: str, kind: str) -> Path:

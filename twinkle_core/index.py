@@ -98,6 +98,18 @@ class Index:
         """Of a distribution that has entries here; empty when there is none."""
         return next((e.version for e in self.entries if e.dist == distribution), "")
 
+    def unknown(self) -> list[str]:
+        """What the settings say of distributions that provide nothing to twinkle here, a line for each."""
+        there = {e.dist for e in self.entries if e.dist}
+        named = {"TWINKLE_DISABLE_PLUGINS": settings.disabled_plugins(), "TWINKLE_PLUGINS": settings.allowed_plugins()}
+        return [
+            f"{variable} names '{name}', and no installed distribution of that name provides anything to twinkle"
+            + (f"; did you mean '{near}'?" if (near := closest(normalise(name), there)) else "")
+            for variable, names in named.items()
+            for name in sorted(names)
+            if normalise(name) not in there
+        ]
+
     def hits(self, kind: str, name: str, dist: str = "") -> list[Entry]:
         """Entries that a name may mean, by their own name first, then by their class's; only of ``dist`` if given."""
         key = (kind, fold(kind, name))

@@ -62,5 +62,7 @@ KNOWN = {
     ("scheduler", "polynomial_lr"): ("PolynomialLR", "twinkle-core", "0.1.0"),
     ("scheduler", "step_lr"): ("StepLR", "twinkle-core", "0.1.0"),
     ("template", "chat"): ("ChatTemplate", "twinkle-core", "0.1.0"),
+    ("template", "deepseek_v3_2"): ("DeepseekV32Template", "twinkle-dsml", "0.1.0"),
+    ("template", "deepseek_v4"): ("DeepseekV4Template", "twinkle-dsml", "0.1.0"),
     ("template", "dsml"): ("DSMLTemplate", "twinkle-dsml", "0.1.0"),
 }

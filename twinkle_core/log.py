@@ -16,7 +16,8 @@ class _ToStderr(logging.Handler):
 
 
 def get_logger(name: str = "twinkle") -> logging.Logger:
-    """The logger ``twinkle``, or one below it; level from TWINKLE_LOG_LEVEL; ranks above 0 log warnings only.
+    """The logger ``twinkle``, or one below it; level from TWINKLE_LOG_LEVEL; ranks above 0 log warnings only. The
+    first call warns of settings whose values can't be.
 
     A program that has configured logging itself keeps its own handlers and format.
     """
@@ -27,4 +28,7 @@ def get_logger(name: str = "twinkle") -> logging.Logger:
         root.addHandler(handler)
     if root.level == logging.NOTSET:
         root.setLevel(settings.log_level() if settings.rank() == 0 else "WARNING")
+        if settings.rank() == 0:
+            for fault in settings.faults():  # once: the level is set now
+                root.warning("%s", fault)
     return root if name == "twinkle" else root.getChild(name.removeprefix("twinkle."))

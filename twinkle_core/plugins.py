@@ -78,6 +78,10 @@ class Plugins:
             self._seen = before
             raise
         self._ready = installed
+        for text in installed.unknown():
+            if ("settings", text) not in self._warned:
+                self._warned.add(("settings", text))
+                get_logger("plugins").warning("%s", text)
 
     def set_aside(self, entry: Entry, why: str) -> None:
         """Don't load this module in this process: elsewhere its import was found to fail, or to end the process."""

@@ -36,7 +36,7 @@ def load(kind: str, reference: str) -> Any:
     if scheme not in SCHEMES:
         raise BadRemoteComponent(kind, reference, f"'{scheme}://' is no hub; it is ms:// or hf://")
     if not settings.trust_remote_code():
-        raise RemoteCodeRefused(kind, reference)
+        raise RemoteCodeRefused(kind, reference, settings.fault("TWINKLE_TRUST_REMOTE_CODE"))
     from twinkle_core import hub
 
     module = _package(kind, reference, repository, Path(hub.resolve(repository)))

@@ -41,12 +41,32 @@ def _value(variable: str) -> str:
     return os.environ.get(variable, default)
 
 
+_YES, _NO = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
+_SWITCHES = ("TWINKLE_STRICT_PLUGINS", "TWINKLE_TRUST_REMOTE_CODE")
+_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+
+
+def fault(variable: str) -> str:
+    """What is wrong with the value of a switch or of the log level, and what is used in its place; empty: nothing is."""
+    value = _value(variable)
+    if variable in _SWITCHES and value.strip().lower() not in _YES + _NO:
+        return f"{variable}={value!r} is neither yes (1, true, yes, on) nor no (0, false, no, off): it is off"
+    if variable == "TWINKLE_LOG_LEVEL" and value.strip().upper() not in _LEVELS:
+        return f"{variable}={value!r} is none of {', '.join(_LEVELS)}: INFO is used"
+    return ""
+
+
+def faults() -> list[str]:
+    """All of them."""
+    return [text for setting in ALL if (text := fault(setting.variable))]
+
+
 def _names(variable: str) -> frozenset[str]:
     return frozenset(_value(variable).replace(",", " ").split())
 
 
 def _switch(variable: str) -> bool:
-    return _value(variable).strip().lower() in ("1", "true", "yes", "on")
+    return _value(variable).strip().lower() in _YES
 
 
 def disabled_plugins() -> frozenset[str]:
@@ -86,8 +106,8 @@ def cache_dir() -> Path:
 
 
 def log_level() -> str:
-    """TWINKLE_LOG_LEVEL, upper case."""
-    return _value("TWINKLE_LOG_LEVEL").upper()
+    """TWINKLE_LOG_LEVEL, upper case; INFO where there is no such level."""
+    return "INFO" if fault("TWINKLE_LOG_LEVEL") else _value("TWINKLE_LOG_LEVEL").strip().upper()
 
 
 def local_rank() -> int | None:
@@ -122,4 +142,4 @@ def wait_passively() -> None:
 
 def offline() -> bool:
     """HF_HUB_OFFLINE, which Hugging Face's own libraries obey; ms:// obeys it here too."""
-    return os.environ.get("HF_HUB_OFFLINE", "").strip().lower() in ("1", "true", "yes", "on")
+    return os.environ.get("HF_HUB_OFFLINE", "").strip().lower() in _YES

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from twinkle_core import errors, hookimpl, plugins
 from twinkle_core.cli import checkpoints
 from twinkle_core.cli.main import main
+from twinkle_core.templates.chat import ChatTemplate
 
 BUNDLED = "bundled://self-cognition"
 SLOW_LOSS = """
@@ -441,6 +442,17 @@ def test_accumulation_and_micro_batches_are_one_batch(config, twinkle, tmp_path)
         ({"dataset": {"id": BUNDLED, "preprocessor": {"cls": "self_cognition", "modelname": "x"}}}, "'model_name'"),
         ({"adapter": {"r": 2, "arguments": {"use_rslra": True}}}, "Did you mean 'use_rslora'?"),
         ({"dataset": {"id": BUNDLED, "preprocessor": "self_cognition"}}, "model_name"),
+        ({"adapter": {"r": 2, "arguments": {"r": 4}}}, "argument 'r' is said by adapter.r; set it there"),
+        (
+            {"adapter": {"r": 2, "arguments": {"task_type": "SEQ_CLS"}}},
+            "argument 'task_type' is said by task",
+        ),
+        ({"template": {"arguments": {"model_id": "x"}}}, "argument 'model_id' is said by model.id"),
+        ({"template": {"arguments": {"max_length": 5}}}, "argument 'max_length' is said by template.max_length"),
+        ({"model": {"id": "quickstart", "arguments": {"model_id": "x"}}}, "argument 'model_id' is said by model.id"),
+        ({"dataset": {"id": BUNDLED, "split": "test"}}, "has no split 'test'; it has 'train' alone"),
+        ({"dataset": {"id": BUNDLED, "split": "train[:1]"}}, "slice: 100"),
+        ({"eval_dataset": [{"id": BUNDLED, "subset": "zh"}]}, "has no subset 'zh'"),
         ({"adapter": {"path": "/nowhere/adapter"}}, "there is no folder /nowhere/adapter"),
         ({"model": {"id": "quickstart", "cls": "megatron"}}, "pip install twinkle-megatron"),
     ],
@@ -455,6 +467,22 @@ def test_faults_are_told_with_their_line_before_anything_is_written(config, twin
     at = [int(part.split(":")[0]) for part in text.split("line ")[1:]]
     assert at and all(first <= line <= first + 6 for line in at), (first, text)
     assert not (tmp_path / "out").exists()
+
+
+def test_an_argument_with_a_key_of_its_own_overrules_nothing_in_silence(config, twinkle, tmp_path):
+    status, text = twinkle("train", config(), "--model.arguments.mixed_precision", "bf16", "--adapter.arguments.r", 4)
+    assert status == 1 and "has 2 faults" in text
+    assert "--model.arguments.mixed_precision: argument 'mixed_precision' is said by model.mixed_precision" in text
+    assert "--adapter.arguments.r: argument 'r' is said by adapter.r; set it there" in text and not (tmp_path / "out").exists()
+
+
+def test_an_adapter_given_as_the_model_is_told_with_its_base(config, twinkle, tmp_path, tiny):
+    assert twinkle("train", config(training={"max_steps": 1}))[0] == 0
+    adapter = tmp_path / "out" / "checkpoint-1"
+    status, text = twinkle("train", config(output_dir=str(tmp_path / "b")), "--model.id", adapter)
+    assert status == 1 and f"'{adapter}' holds an adapter, not a model. Give model.id: {tiny}, and adapter.path: " in text
+    with pytest.raises(errors.HoldsAdapter, match=f"model_id='{tiny}'"):
+        ChatTemplate(adapter)
 
 
 def test_all_faults_of_all_kinds_that_the_schema_lets_pass_are_told_at_once(config, twinkle):

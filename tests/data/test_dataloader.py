@@ -317,3 +317,25 @@ def test_a_stream_resumes_by_reading_through():
 def test_switches_are_truth_values_and_data_has_an_order(dataset, kwargs, text):
     with pytest.raises(DataError, match=text):
         DataLoader(dataset, batch_size=1, **kwargs)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("rows", [range(4), range(9)], ids=["shrunk", "grown"])
+def test_a_data_set_of_another_length_is_told(rows, workers):
+    """Shrunk, it would end in an IndexError of its own; grown, the new rows would never be read."""
+    data = list(range(6))
+    loader = DataLoader(data, batch_size=2, num_workers=workers)
+    assert len(list(loader)) == 3
+    data[:] = rows
+    with pytest.raises(DataError, match=rf"has {len(rows)} rows, and had 6[\s\S]*Make a new DataLoader"):
+        iter(loader)
+    assert loader.get_state() == {"consumed_train_samples": 6}
+
+
+def test_a_data_set_that_changes_within_an_epoch_is_told():
+    data = list(range(6))
+    batches = iter(DataLoader(data, batch_size=2))
+    assert next(batches) == [0, 1]
+    data.pop()
+    with pytest.raises(DataError, match="has 5 rows, and had 6"):
+        next(batches)

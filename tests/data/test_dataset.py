@@ -115,6 +115,29 @@ def test_a_folder_with_splits_and_subsets(tmp_path):
         Dataset(DatasetMeta(str(tmp_path), subset_name="zh"))
 
 
+@pytest.mark.parametrize("kind", [Dataset, LazyDataset, IterableDataset])
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet", "saved", "memory"])
+@pytest.mark.parametrize(
+    ("part", "told"), [({"split": "test"}, "no split 'test'; it has 'train' alone"), ({"subset_name": "zh"}, "no subset 'zh'")]
+)
+def test_what_has_one_part_has_no_other(kind, name, part, told, tmp_path):
+    """All rows in place of a split that is not there would evaluate on what was trained on."""
+    rows = [{"a": 1}, {"a": 2}]
+    if name != "memory":
+        Dataset(rows).save_as(tmp_path / name)
+    source = {"data": rows} if name == "memory" else {"dataset_id": str(tmp_path / name)}
+    assert list(kind(DatasetMeta(**source, split="train", subset_name="default"))) == rows
+    with pytest.raises(DataError, match=rf"{told}[\s\S]*data_slice"):
+        list(kind(DatasetMeta(**source, **part)))
+
+
+@pytest.mark.parametrize("split", ["train[:1]", "train[:10%]", "train+test", "[1:]"])
+def test_a_part_of_a_split_is_refused_with_the_way_to_it(split, tmp_path):
+    for path in (write(tmp_path / "a" / "x.jsonl", [{"a": 1}]), tmp_path / "a", "hf://org/name"):
+        with pytest.raises(DataError, match=r"a split is one name, such as 'train'[\s\S]*data_slice=range"):
+            DatasetMeta(str(path), split=split)
+
+
 def test_subsets_are_those_of_the_data_sets_card(tmp_path):
     write(tmp_path / "zh.jsonl", [{"a": "你"}])
     write(tmp_path / "en.jsonl", [{"a": "you"}])
@@ -151,11 +174,11 @@ def test_broken_json_names_file_and_line(tmp_path):
         Dataset([{"a": 1}, 2])
 
 
-def test_a_slice_beyond_the_end_repeats_with_a_warning():
+def test_a_slice_beyond_the_end_repeats_with_a_warning(caplog):
     rows = [{"i": i} for i in range(3)]
     assert [r["i"] for r in Dataset(DatasetMeta(data=rows, data_slice=[2, 0, -1]))] == [2, 0, 2]
-    with pytest.warns(UserWarning, match="2 rows beyond the 3 of the data in memory"):
-        repeated = Dataset(DatasetMeta(data=rows, data_slice=range(5)))
+    repeated = Dataset(DatasetMeta(data=rows, data_slice=range(5)))
+    assert "2 rows beyond the 3 of the data in memory" in caplog.text
     assert [r["i"] for r in repeated] == [0, 1, 2, 0, 1]
     with pytest.raises(DataError, match="has no rows"):
         Dataset(DatasetMeta(data=[], data_slice=range(1)))
@@ -326,7 +349,7 @@ def test_a_template_of_ones_own():
 # ------------------------------------------------------------------------------------------------ nothing is lost or guessed
 
 
-def test_a_folder_never_loses_files_in_silence(tmp_path):
+def test_a_folder_never_loses_files_in_silence(tmp_path, caplog):
     mixed = tmp_path / "mixed"
     mixed.mkdir()
     write(mixed / "a.jsonl", [{"a": 1}])
@@ -342,17 +365,36 @@ def test_a_folder_never_loses_files_in_silence(tmp_path):
         folder.mkdir()
         write(folder / named, [{"a": 1}])
         write(folder / other, [{"a": 2}])
-        with pytest.warns(UserWarning, match=rf"left out \({other}\); the split 'train' is {named}"):
-            assert list(Dataset(folder)) == [{"a": 1}]
+        assert list(Dataset(folder)) == [{"a": 1}]
+        assert f"left out ({other}); the split 'train' is {named}" in caplog.text
 
 
-def test_a_folder_of_alike_files_is_read_whole_without_a_warning(tmp_path, recwarn):
+@pytest.mark.parametrize("ending", ["bak", "orig", "2024"])
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_a_backup_beside_the_data_is_no_data(kind, ending, tmp_path, caplog):
+    folder = tmp_path / "data"
+    Dataset([{"a": 1}]).save_as(folder / f"x.{kind}")
+    (folder / f"x.{kind}.{ending}").write_text("junk")
+    assert list(Dataset(folder)) == [{"a": 1}]
+    assert f"left out (x.{kind}.{ending}); the split 'train' is x.{kind}." in caplog.text
+    (folder / f"x.{kind}").unlink()
+    with pytest.raises(NoSuchPath, match="holds no data"):
+        Dataset(folder)
+
+
+def test_a_folder_that_cant_be_read_names_cause_and_file(tmp_path):
+    (tmp_path / "x.parquet").write_text("junk")
+    with pytest.raises(DataError, match=r"x\.parquet\) could not be read: (?!An error occurred)"):
+        Dataset(tmp_path)
+
+
+def test_a_folder_of_alike_files_is_read_whole_without_a_warning(tmp_path, caplog):
     write(tmp_path / "a.jsonl", [{"a": 1}])
     write(tmp_path / "b.jsonl", [{"a": 2}])
     (tmp_path / "dataset_infos.json").write_text("{}")
     (tmp_path / "README.md").write_text("about")
     assert list(Dataset(tmp_path)) == [{"a": 1}, {"a": 2}]
-    assert not [w for w in recwarn if "left out" in str(w.message)]
+    assert "left out" not in caplog.text
 
 
 @pytest.mark.parametrize("inside", [False, True], ids=["file", "folder"])
@@ -467,6 +509,9 @@ def test_keys_that_are_no_texts_are_told_with_their_row(row):
     ("kwargs", "told"),
     [
         ({"data_slice": slice(0, 2)}, r"data_slice=slice\(0, 2, None\): give a range or a list"),
+        ({"split": 5}, "split=5: it is a name"),
+        ({"split": ""}, "split='': it is a name"),
+        ({"subset_name": None}, "subset_name=None: it is a name"),
         ({"data_slice": 3}, "data_slice=3: give a range or a list"),
         ({"data_slice": "0:2"}, "data_slice='0:2': give a range or a list"),
         ({"data_slice": [0, 1, "2"]}, r"data_slice\[2\]='2': give a range or a list"),

@@ -64,12 +64,19 @@ def test_names_that_read_alike_are_still_two(site, hub, monkeypatch):
     assert one.__module__ != two.__module__ and all(cls.__module__ in sys.modules for cls in (one, two))
 
 
-@pytest.mark.parametrize("value", ["0", "", "no", "false"])
-def test_what_does_not_say_yes_is_no_trust(site, hub, monkeypatch, value):
-    monkeypatch.setenv("TWINKLE_TRUST_REMOTE_CODE", value)
-    with pytest.raises(errors.RemoteCodeRefused):
+def test_trust_that_is_unclear_is_none_and_said_to_be_unclear(site, hub, monkeypatch):
+    monkeypatch.setenv("TWINKLE_TRUST_REMOTE_CODE", "maybe")
+    with pytest.raises(errors.RemoteCodeRefused, match=r"TWINKLE_TRUST_REMOTE_CODE='maybe' is neither yes .*: it is off"):
         site.registry().resolve("loss", "ms://acme/losses#Mine")
     assert hub.fetched == []
+
+
+@pytest.mark.parametrize("value", ["0", "", "no", "false", "off", " No "])
+def test_what_does_not_say_yes_is_no_trust(site, hub, monkeypatch, value):
+    monkeypatch.setenv("TWINKLE_TRUST_REMOTE_CODE", value)
+    with pytest.raises(errors.RemoteCodeRefused) as caught:
+        site.registry().resolve("loss", "ms://acme/losses#Mine")
+    assert hub.fetched == [] and "neither" not in str(caught.value)
 
 
 def test_a_repository_that_fails_leaves_no_module_behind(site, hub, monkeypatch):

@@ -26,7 +26,7 @@ LIBRARIES = (
 GIB = 2**30
 _TEXT = (
     "Report this machine, the versions of the libraries that matter, the settings, the room for downloads, and what is broken "
-    "among the installed plugins (tried in a child process). The exit status is 1 where a plugin is broken."
+    "among the installed plugins (tried in a child process) and the settings. The exit status is 1 where anything is."
 )
 
 
@@ -37,8 +37,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the report. Returns 1 when an installed plugin is broken."""
-    faults = plugin_faults()
+    """Print the report. Returns 1 when an installed plugin is broken, or a setting has a value that can't be."""
+    faults = [*settings.faults(), *registry.index().unknown(), *plugin_faults()]
     sections = {
         "twinkle": [("version", __version__), ("plugins", ", ".join(_providers()) or "none")],
         "system": system(),

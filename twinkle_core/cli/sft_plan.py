@@ -68,6 +68,7 @@ def _components(config: TrainConfig, source: Source, classes: dict[str, Any]) ->
         resolved = yield from _resolve(kind, section.cls, (kind, "cls"), source)
         if resolved is not None:
             yield from _arguments(resolved, section.arguments, (kind, "arguments"), source)
+            yield from _said_elsewhere(section, (kind,), {"model_id": "model.id"}, source)
             yield from _arguments(resolved, own_arguments(section), (kind,), source)
     parts: list[tuple[str, Place, Component | None]] = [
         ("loss", ("loss",), config.loss),
@@ -111,6 +112,16 @@ def _arguments(target: Any, given: Iterable[str], place: Place, source: Source, 
             arguments.check(target, [key], positional=positional)
         except errors.TwinkleError as error:
             yield source.origin((*place, key)), str(error)
+
+
+def _said_elsewhere(
+    section: ModelConfig | TemplateConfig | AdapterConfig, place: Place, others: Mapping[str, str], source: Source
+) -> Iterator[Fault]:
+    """Further arguments that have a key of their own: of two values one would be passed over."""
+    own = {key: ".".join(map(str, (*place, key))) for key in type(section).model_fields if key not in ("cls", "arguments")}
+    for key in section.arguments:
+        if home := {**own, **others}.get(key):
+            yield source.origin((*place, "arguments", key)), f"argument '{key}' is said by {home}; set it there"
 
 
 def _trial(kind: str, part: Component, resolved: Any, place: Place, source: Source, total: int = LONG) -> Iterator[Fault]:
@@ -199,6 +210,7 @@ def _adapter(adapter: AdapterConfig | None, source: Source) -> Iterator[Fault]:
         yield source.origin(("adapter",)), "a LoRA needs peft: pip install peft (or train all weights: adapter: null)"
         return
     yield from _arguments(LoraConfig, adapter.arguments, ("adapter", "arguments"), source)
+    yield from _said_elsewhere(adapter, ("adapter",), {"task_type": "task"}, source)
 
 
 def _paths(config: TrainConfig, source: Source) -> Iterator[Fault]:
@@ -212,9 +224,17 @@ def _paths(config: TrainConfig, source: Source) -> Iterator[Fault]:
         if hub.is_hub_id(given):
             continue
         try:
-            hub.resolve(given, kind=kind)
+            path = hub.resolve(given, kind=kind)
         except errors.TwinkleError as error:
             yield source.origin(place), str(error)
+            continue
+        if kind == "model" and hub.holds_adapter(path):
+            base = hub.base_of_adapter(path) or "its base model"
+            way = f"model.id: '{given}' holds an adapter, not a model. Give model.id: {base}, and adapter.path: {given}"
+            yield source.origin(place), way
+    for section, sets in (("dataset", config.dataset), ("eval_dataset", config.eval_dataset)):
+        for i, part in enumerate(sets):
+            yield from _parts(part, (section, i), source)
     output_dir = Path(os.path.expanduser(config.output_dir))
     if str(output_dir).startswith("~"):
         yield source.origin(("output_dir",)), f"output_dir: there is no user of the name in {output_dir}"
@@ -222,6 +242,19 @@ def _paths(config: TrainConfig, source: Source) -> Iterator[Fault]:
         yield source.origin(("output_dir",)), "output_dir: no path holds a NUL"
     elif os.path.exists(output_dir) and not output_dir.is_dir():
         yield source.origin(("output_dir",)), f"output_dir: {output_dir} is a file"
+
+
+def _parts(part: DatasetConfig, place: Place, source: Source) -> Iterator[Fault]:
+    """A split or subset that a local file does not have."""
+    from twinkle_core.data.sources import DatasetMeta, check_local
+
+    for key, subset, split in (("split", "default", part.split), ("subset", part.subset, "train")):
+        try:
+            check_local(DatasetMeta(dataset_path(part), subset, split))
+        except errors.HubError:
+            return  # told already
+        except errors.DataError as error:
+            yield source.origin((*place, key)), str(error)
 
 
 def dataset_path(part: DatasetConfig) -> str:

@@ -35,7 +35,8 @@ class DataLoader:
         drop_last: leave out any last batch that is not full.
 
     Raises:
-        DataError: an argument that can't be, or a data set that would give no batch at all.
+        DataError: an argument that can't be, or a data set that would give no batch at all; in reading, a data set whose
+        length has changed since.
     """
 
     def __init__(
@@ -109,6 +110,7 @@ class DataLoader:
         reader = self._reader = object()
         if self._size is None:
             return self._stream(reader)
+        self._check_size()
         if not self._fresh and self._position % self._size:
             self._position += self._size - self._position % self._size  # the rest of an epoch that was left
         if not self._rule.count(self._size - self._position % self._size):
@@ -128,7 +130,7 @@ class DataLoader:
 
     def _read(self, batches: Sequence[list[int]]) -> Iterator[list[Any]]:
         if not self.num_workers:
-            return ([self.dataset[i] for i in batch] for batch in batches)
+            return (self._rows(batch) for batch in batches)
         import torch
         from torch.utils.data import DataLoader as Workers
 
@@ -142,6 +144,14 @@ class DataLoader:
                 generator=torch.Generator().manual_seed(self.seed),
             )
         )
+
+    def _rows(self, batch: list[int]) -> list[Any]:
+        self._check_size()
+        return [self.dataset[i] for i in batch]
+
+    def _check_size(self) -> None:
+        if (now := len(self.dataset)) != self._size:
+            raise DataError.resized(self._size or 0, now)
 
     def _stream(self, reader: object) -> Iterator[list[Any]]:
         """An epoch is one pass. How long it is shows only at its end, so a position is found by reading up to it."""

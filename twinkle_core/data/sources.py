@@ -10,7 +10,6 @@ import itertools
 import json
 import lzma
 import re
-import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from typing import IO, TYPE_CHECKING, Any
 from twinkle_core import hub, settings
 from twinkle_core.data import store
 from twinkle_core.errors import DataError, NoSuchPath
+from twinkle_core.log import get_logger
 
 if TYPE_CHECKING:
     import datasets
@@ -27,10 +27,12 @@ if TYPE_CHECKING:
 _JSON = (".json", ".jsonl", ".ndjson")
 _SEPARATED = {".csv": ",", ".tsv": "\t"}
 _TYPED = {".parquet": "parquet", ".arrow": "arrow"}
+_OPEN: dict[str, Callable[..., IO[Any]]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+#: What a file may be compressed with; some of it Hugging Face's library alone reads.
+_PACKED = (*_OPEN, ".zst", ".lz4", ".zip")
 #: What libraries write beside data.
 _NO_DATA = ("dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json")
 _KNOWN = "json, jsonl, csv, tsv, parquet, arrow, and folders of these"
-_OPEN: dict[str, Callable[..., IO[Any]]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +43,8 @@ class DatasetMeta:
         dataset_id: ``hf://org/name``, ``ms://org/name``, a local file (json, jsonl, csv, tsv, parquet, arrow; json also .gz,
             .bz2, .xz), a folder of them, or a folder written by ``save_as`` or ``datasets``' ``save_to_disk``. With ``data``
             only a name.
-        subset_name: the configuration of a hub's data set.
-        split: ``train``, ``test``, …
+        subset_name: the configuration of a hub's data set. A single file, or rows in memory, have ``default`` alone.
+        split: ``train``, ``test``, …; the whole of it, and one. A single file, or rows in memory, have ``train`` alone.
         data_slice: indices to take, in this order: a ``range`` or list. One beyond the end starts again at the beginning, with
             a warning.
         data: rows in memory; then nothing is read. No iterator or generator, which could be read only once.
@@ -59,10 +61,16 @@ class DatasetMeta:
     def __post_init__(self) -> None:
         if not self.dataset_id and self.data is None:
             raise DataError.argument("dataset_id", self.dataset_id, "give an id or a path, or rows with data=")
+        for name, word in (("subset_name", self.subset_name), ("split", self.split)):
+            if not isinstance(word, str) or not word:
+                raise DataError.argument(name, word, "it is a name, such as 'train'")
+        if re.search(r"[\[\]+]", self.split):
+            raise DataError.part(self.split)
         if self.data_slice is not None:
             _check_slice(self.data_slice)
         if self.data is None:
             return
+        _check_only(self)
         if isinstance(self.data, (str, Mapping)) or not isinstance(self.data, Iterable):
             raise DataError.argument("data", self.data, "give rows, a list of mappings")
         if isinstance(self.data, Iterator):
@@ -96,6 +104,25 @@ def _check_slice(cut: Any) -> None:
         raise DataError.argument("data_slice", cut, "it takes no row at all; leave it out to take all")
 
 
+def _check_only(meta: DatasetMeta, choices: str = "split subset") -> None:
+    """What has a single part has it under the default's name: another one is a mistake, not all rows."""
+    given = {"split": (meta.split, "train"), "subset": (meta.subset_name, "default")}
+    for what in choices.split():
+        name, only = given[what]
+        if name != only:
+            raise DataError.only(what, name, meta.name, only)
+
+
+def check_local(meta: DatasetMeta) -> None:
+    """What can be told of a local file before it is read.
+
+    Raises:
+        HubError: it is not there, or an id without its hub. DataError: it has no such split or subset.
+    """
+    if meta.data is None and not hub.is_hub_id(meta.dataset_id) and hub.resolve(meta.dataset_id, kind="dataset").is_file():
+        _check_only(meta)
+
+
 def load(meta: DatasetMeta) -> datasets.Dataset:
     """The rows that ``meta`` asks for.
 
@@ -110,12 +137,12 @@ def check_stream(meta: DatasetMeta) -> None:
     """What can be told of a stream before it is read.
 
     Raises:
-        HubError: a local path that is not there, or an id without its hub. DataError: a slice that a stream can't give.
+        HubError: a local path that is not there, or an id without its hub. DataError: a slice that a stream can't give, or a
+        split or subset that a file does not have.
     """
     if meta.data_slice is not None and not (isinstance(meta.data_slice, range) and _ascends(meta.data_slice)):
         raise DataError.argument("data_slice", meta.data_slice, "a stream can only be cut by an ascending range from 0 up")
-    if meta.data is None and not hub.is_hub_id(meta.dataset_id):
-        hub.resolve(meta.dataset_id, kind="dataset")
+    check_local(meta)
 
 
 def _ascends(cut: range) -> bool:
@@ -160,10 +187,8 @@ def _take(table: datasets.Dataset, meta: DatasetMeta) -> datasets.Dataset:
         raise DataError.empty(meta.name)
     beyond = sum(not -total <= i < total for i in indices)
     if beyond:
-        warnings.warn(
-            f"data_slice asks for {beyond} rows beyond the {total} of {meta.name}; rows from its beginning are repeated",
-            UserWarning,
-            stacklevel=5,
+        get_logger("data").warning(
+            "data_slice asks for %d rows beyond the %d of %s; rows from its beginning are repeated", beyond, total, meta.name
         )
     return table.select([i % total for i in indices])
 
@@ -171,12 +196,13 @@ def _take(table: datasets.Dataset, meta: DatasetMeta) -> datasets.Dataset:
 def _read(path: Path, meta: DatasetMeta) -> datasets.Dataset:
     if path.is_dir():
         return _read_folder(path, meta)
+    _check_only(meta)
     kind = _kind(path)
     if kind in ("json", "csv"):
         return store.from_rows(_text_rows(path))
     if kind is None:
         raise DataError.format(path, _KNOWN)
-    return _typed(kind, meta, str(path))
+    return _typed(kind, meta, [path])
 
 
 def _kind(path: Path) -> str | None:
@@ -191,12 +217,14 @@ def _text_rows(path: Path) -> Iterator[dict[str, Any]]:
 def _read_folder(path: Path, meta: DatasetMeta) -> datasets.Dataset:
     datasets: Any = store.library()
     if (path / "dataset_dict.json").is_file():
+        _check_only(meta, "subset")
         splits = datasets.load_from_disk(str(path))
         if meta.split not in splits:
             raise DataError.choice("split", meta.split, meta.name, map(str, splits))
         found: datasets.Dataset = splits[meta.split]
         return found
     if (path / "state.json").is_file():
+        _check_only(meta)
         table: datasets.Dataset = datasets.load_from_disk(str(path))
         return table
     there = [] if _declared(path) else _data_files(path)
@@ -214,22 +242,39 @@ def _read_folder(path: Path, meta: DatasetMeta) -> datasets.Dataset:
         raise DataError.loading(meta.name, cause) from cause
     if meta.split not in files:
         raise DataError.choice("split", meta.split, meta.name, map(str, files))
-    paths = [Path(str(p)) for p in files[meta.split]]
+    paths, strange = _part(Path(str(p)) for p in files[meta.split])
+    if not paths:
+        raise NoSuchPath.empty(meta.name, _KNOWN)
     used = {Path(str(p)).resolve() for of_split in files.values() for p in of_split}
-    if left := [str(p.relative_to(path)) for p in there if p.resolve() not in used]:
-        warnings.warn(
-            f"{meta.name}: files that are no part of a split are left out ({', '.join(left)}); the split {meta.split!r} is "
-            f"{', '.join(p.name for p in paths)}. Name files alike, or give the file that is meant",
-            UserWarning,
-            stacklevel=5,
+    if left := [*strange, *(str(p.relative_to(path)) for p in there if p.resolve() not in used)]:
+        get_logger("data").warning(
+            "%s: files that are no part of a split are left out (%s); the split %r is %s. Name files alike, or give the file "
+            "that is meant",
+            *(meta.name, ", ".join(left), meta.split, ", ".join(p.name for p in paths)),
         )
     if all(_kind(p) in ("json", "csv") for p in paths):
         return store.from_rows(row for p in paths for row in _text_rows(p))
+    kinds = {_kind(p) for p in paths}
+    if strange and kinds <= {*_TYPED.values()}:
+        return _typed(str(kinds.pop()), meta, paths)
     try:
         made: datasets.Dataset = datasets.load_dataset(str(path), name=subset, split=meta.split)
     except (ValueError, TypeError, datasets.exceptions.DatasetsError) as cause:
-        raise DataError.loading(meta.name, cause) from cause
+        raise DataError.loading(f"{meta.name} ({_some(paths)})", cause.__cause__ or cause) from cause
     return made
+
+
+def _part(paths: Iterable[Path]) -> tuple[list[Path], list[str]]:
+    """Files that are data, and the names of those that only begin like data: ``rows.jsonl.bak``, which Hugging Face's library
+    would read as the data itself.
+    """
+    found = list(paths)
+    strange = [p for p in found if not _kind(p) and p.suffix not in _PACKED and _kind(p.with_suffix(""))]
+    return [p for p in found if p not in strange], [p.name for p in strange]
+
+
+def _some(paths: Sequence[Path]) -> str:
+    return ", ".join(p.name for p in paths[:3]) + (", ..." if len(paths) > 3 else "")
 
 
 def _declared(path: Path) -> bool:
@@ -252,12 +297,12 @@ def _check_one_format(path: Path, files: Iterable[Path]) -> None:
         raise DataError.formats(path, kinds)
 
 
-def _typed(kind: str, meta: DatasetMeta, file: str) -> datasets.Dataset:
+def _typed(kind: str, meta: DatasetMeta, files: Sequence[Path]) -> datasets.Dataset:
     datasets: Any = store.library()
     try:
-        table: datasets.Dataset = datasets.load_dataset(kind, data_files={meta.split: [file]}, split=meta.split)
+        table: datasets.Dataset = datasets.load_dataset(kind, data_files={meta.split: [*map(str, files)]}, split=meta.split)
     except (ValueError, TypeError, OSError, datasets.exceptions.DatasetsError) as cause:
-        raise DataError.loading(file, cause.__cause__ or cause) from cause
+        raise DataError.loading(", ".join(map(str, files)), cause.__cause__ or cause) from cause
     return table
 
 

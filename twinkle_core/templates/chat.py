@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import re
-import sys
-from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, Literal
 
-from twinkle_core import hub
-from twinkle_core.contracts.template import Template
-from twinkle_core.errors import NeedsLibrary, NoChatTemplate, TemplateError
-from twinkle_core.log import get_logger
-from twinkle_core.templates import manners, parse, truncate
+from twinkle_core.errors import NoChatTemplate, NoLabels, TemplateError
+from twinkle_core.templates import manners, parse
+from twinkle_core.templates.base import TextTemplate
 from twinkle_core.templates.labels import Locator, Span
-from twinkle_core.templates.messages import SHIELD, Style, Turn, last_question, normalise
+from twinkle_core.templates.messages import SHIELD, Style, Turn, normalise
+from twinkle_core.templates.roles import Roles
 from twinkle_core.templates.tools.forms import FORMS, schema_of
-from twinkle_core.types import IGNORE_INDEX, InputFeature, Message, Trajectory
+from twinkle_core.types import InputFeature, Message, Trajectory
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_TOKENIZER_FILES = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*.py")
 
 
-class ChatTemplate(Template):
+class ChatTemplate(TextTemplate):
     """Encodes with the model's own chat template: rendered whole, tokenised once, labels by character offsets.
 
     What is trained: each assistant turn as the template renders it, its end token included; never a header, a generation
@@ -54,6 +49,8 @@ class ChatTemplate(Template):
             writes them, if it does.
     """
 
+    label = "chat"
+
     def __init__(
         self,
         model_id: Any,
@@ -66,24 +63,12 @@ class ChatTemplate(Template):
         chat_template: str | None = None,
         tool_format: str | None = None,
     ) -> None:
-        truncate.check_strategy(truncation_strategy)
-        if isinstance(max_length, bool) or not isinstance(max_length, int) or max_length < 2:
-            raise TemplateError.argument("max_length", max_length, "a whole number from 2 up (one token predicts another)")
-        if train_on not in ("all", "last"):
-            raise TemplateError.argument("train_on", train_on, "'all' or 'last'")
+        super().__init__(model_id, max_length, truncation_strategy, train_on)
         if tool_format is not None and tool_format not in FORMS:
             raise TemplateError.argument("tool_format", tool_format, f"one of {', '.join(map(repr, FORMS))}")
-        self.tokenizer: Any = _load(model_id) if isinstance(model_id, (str, Path)) else model_id
-        self.name = str(model_id) if isinstance(model_id, (str, Path)) else type(model_id).__name__
-        if not getattr(self.tokenizer, "is_fast", False):
-            raise TemplateError.slow(self.name)
         self.use_chat_template = use_chat_template
-        self.max_length = max_length
-        self.truncation_strategy = truncation_strategy
         self.default_system = default_system
         self.enable_thinking = enable_thinking
-        self.train_on = train_on
-        self.dropped = 0  # conversations dropped by this object, in this process
         self.tool_format = tool_format
         self._manner = parse.Manner((self.tokenizer.eos_token or "",))
         if not use_chat_template:
@@ -98,10 +83,10 @@ class ChatTemplate(Template):
         source = self.chat_template or self.tokenizer.chat_template
         text = "\n".join(source.values()) if isinstance(source, Mapping) else str(source)
         self._tagged = bool(_GENERATION.search(text))
-        self._tools_told = False  # whether it is known that the template shows tools, or told that it does not
         self._surplus = ""
         added = [str(token) for token in self.tokenizer.added_tokens_decoder.values()]
         special = list(self.tokenizer.all_special_tokens)
+        self._roles = Roles(self._render, text, [*special, *added])
         locator = Locator(self._render, self._token_ends, special, [*special, *added], self.tokenizer.eos_token)
         self._locator, self._surplus, marker = locator, locator.surplus, locator.marker
         begun = locator.header.rstrip().endswith("<think>")
@@ -140,6 +125,8 @@ class ChatTemplate(Template):
         """
         if not self.use_chat_template:
             ids = self._plain(trajectory, complete=not add_generation_prompt)
+            if not add_generation_prompt and len(ids) < 2 and self.truncation_strategy != "delete":
+                raise NoLabels.short(len(ids))
             targets = ids
         else:
             messages, tools = self._normalise(trajectory)
@@ -150,17 +137,10 @@ class ChatTemplate(Template):
                 spans = self._spans(messages, tools, text)
                 text, spans = self._stopped(messages, text, spans)
             else:
+                self._locator.check_tools(tools, text, messages, prompt=True)
                 spans = []
-            ids, targets = self._tokenise(text, spans)
-        if add_generation_prompt:
-            prompt = truncate.prompt_row(ids, self.max_length, self.truncation_strategy)
-            self.dropped += prompt is None
-            return prompt
-        rows = truncate.to_rows(ids, targets, self.max_length, self.truncation_strategy)
-        self.dropped += not rows
-        if self.truncation_strategy == "split":
-            return rows
-        return rows[0] if rows else None
+            ids, targets = self.tokenise(text, spans)
+        return self.prompt(ids) if add_generation_prompt else self.rows(ids, targets)
 
     def render(self, trajectory: Trajectory, *, add_generation_prompt: bool = False) -> str:
         """The text that ``encode`` tokenises."""
@@ -169,20 +149,12 @@ class ChatTemplate(Template):
         messages, tools = self._normalise(trajectory)
         return self._shown(messages, tools, add_generation_prompt)
 
-    def check(self, trajectory: Trajectory) -> str | None:
-        dropped = self.dropped
-        try:
-            self.encode(trajectory)
-        except TemplateError as refusal:
-            return str(refusal)
-        finally:
-            self.dropped = dropped
-        return None
-
     def _normalise(self, trajectory: Mapping[str, Any]) -> tuple[list[Turn], list[Any] | None]:
-        return normalise(
+        messages, tools = normalise(
             trajectory, default_system=self.default_system, enable_thinking=self.enable_thinking, style=self._style
         )
+        self._roles.check(messages)
+        return messages, tools
 
     def _shown(self, messages: Sequence[Turn], tools: list[Any] | None, add_generation_prompt: bool) -> str:
         """The rendering, unless the template wrote out the data structure of an image or the like, as Jinja does."""
@@ -193,14 +165,14 @@ class ChatTemplate(Template):
                 other = next((part for part in parts if part["type"] != "text"), parts[0])
                 way = f"the chat template knows no parts like {other!r:.60}; it takes texts only"
                 raise TemplateError.at(turn, message["role"], way)
-        if tools and not self._tools_told:
-            self._tools_told = True
-            if text == self._render(messages, None, add_generation_prompt):
-                get_logger("templates").warning("the chat template does not show 'tools'; write them into the system message")
         return text
 
     def _render(self, messages: Sequence[Turn], tools: list[Any] | None, add_generation_prompt: bool) -> str:
         text = self._jinja(messages, tools, add_generation_prompt, tags=False)[0]
+        return self._settled(text, messages, add_generation_prompt)
+
+    def _settled(self, text: str, messages: Sequence[Turn], add_generation_prompt: bool) -> str:
+        """What Jinja wrote, as the model sees it. Characters that stay keep their places."""
         if not add_generation_prompt and messages[-1]["role"] == "assistant":
             text = text.removesuffix(self._surplus)
         return text.replace(SHIELD, "</think>")
@@ -234,7 +206,7 @@ class ChatTemplate(Template):
             return []
         spans = self._tagged_spans(messages, tools, text) if self._tagged else self._locator.spans(messages, tools, text)
         if self.train_on == "last":
-            spans = [span for span in spans if span.turn > last_question(messages)]
+            spans = [span for span in spans if span.turn > self._locator.last_question(messages)]
         return spans
 
     def _stopped(self, messages: Sequence[Turn], text: str, spans: list[Span]) -> tuple[str, list[Span]]:
@@ -247,9 +219,12 @@ class ChatTemplate(Template):
 
     def _tagged_spans(self, messages: Sequence[Turn], tools: list[Any] | None, text: str) -> list[Span]:
         """What the template's ``{% generation %}`` tags mark, and the end token right after it."""
+        self._locator.check(messages, tools, text)
         shown, places = self._jinja(messages, tools, False, tags=True)
         turns = [k for k, m in enumerate(messages) if m["role"] == "assistant"]
-        if shown != text or len(places) != len(turns):
+        if self._settled(shown, messages, False) != text:
+            raise TemplateError.rendering("rendered twice, it writes two texts")
+        if len(places) != len(turns):
             raise TemplateError.rendering(f"its generation tags mark {len(places)} places for {len(turns)} assistant turns")
         end = self._locator.end
         return [
@@ -258,22 +233,6 @@ class ChatTemplate(Template):
         ]
 
     # ------------------------------------------------------------------------------------------------ tokens
-
-    def _tokenise(self, text: str, spans: Sequence[Span]) -> tuple[list[int], list[int]]:
-        """Ids, and for each position its own token where it lies wholly in a span, else -100."""
-        encoded = self.tokenizer(
-            text, add_special_tokens=False, return_offsets_mapping=True, return_attention_mask=False, verbose=False
-        )
-        ids: list[int] = encoded["input_ids"]  # no special tokens added: the text has its beginning token already
-        targets = [IGNORE_INDEX] * len(ids)
-        offsets = encoded["offset_mapping"]
-        starts = [start for start, _ in offsets] if spans else []
-        for span in spans:
-            first, last = bisect_left(starts, span.start), bisect_left(starts, span.end)
-            while last > first and offsets[last - 1][1] > span.end:
-                last -= 1
-            targets[first:last] = ids[first:last]
-        return ids, targets
 
     def _token_ends(self, text: str) -> list[int]:
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
@@ -295,11 +254,6 @@ class ChatTemplate(Template):
         ids: list[int] = self.tokenizer(text, add_special_tokens=not written, verbose=False)["input_ids"]
         return ids if not complete or eos is None or (ids and ids[-1] == eos) else [*ids, eos]
 
-    def decode(self, ids: Sequence[int], **kwargs: Any) -> str:
-        """Ids to text, without positions of -100 (so labels can be read too). ``kwargs``: of the tokenizer's ``decode``."""
-        kept = [int(i) for i in ids if int(i) != IGNORE_INDEX]
-        return str(self.tokenizer.decode(kept, **{"clean_up_tokenization_spaces": False, **kwargs}))
-
     def parse(self, text: str, tools: Sequence[Any] | None = None) -> Message:
         """A completion to an assistant message.
 
@@ -312,15 +266,3 @@ class ChatTemplate(Template):
             tools: the conversation's, whose types tell ``"3"`` from ``3`` where the form has no quotes.
         """
         return parse.read(text, self._manner, self.tool_format, schema_of(tools or ()))
-
-
-def _load(model_id: str | Path) -> Any:
-    folder = hub.resolve(model_id, allow_patterns=_TOKENIZER_FILES)
-    try:
-        from transformers import AutoTokenizer
-    except ImportError as cause:
-        raise NeedsLibrary("template 'chat'", "transformers", "twinkle-core[data]", sys.prefix) from cause
-    try:
-        return AutoTokenizer.from_pretrained(str(folder))
-    except (OSError, ValueError, KeyError, TypeError) as cause:
-        raise TemplateError.tokenizer(model_id, str(cause).splitlines()[0] if str(cause) else repr(cause)) from cause

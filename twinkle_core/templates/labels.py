@@ -28,12 +28,14 @@ from typing import Any
 
 from twinkle_core.errors import TemplateError
 from twinkle_core.log import get_logger
-from twinkle_core.templates.manners import Render, common
+from twinkle_core.templates.manners import Render, asks, common
 from twinkle_core.templates.marks import Marker, Part, arguments_of
-from twinkle_core.templates.messages import Turn, last_question
+from twinkle_core.templates.messages import Turn, last_user
 
 #: A thought that is none.
 _EMPTY_THOUGHT = re.compile(r"\s*<think>\s*</think>")
+#: A user's text that is a tool's result.
+_RESULT = re.compile(r"(\s*<tool_response>).*(</tool_response>\s*)", re.DOTALL)
 
 _CACHE_SIZE = 2048
 #: Roles that no model hands over to by writing their token.
@@ -95,6 +97,8 @@ class Locator:
         self._skeletons: dict[str, _Skeleton] = {}
         self._prompts: dict[str, str] = {}
         self.surplus = ""
+        self._complete: dict[str, bool] = {}
+        self._asks: dict[str, bool] = {}
         self.end, self.stop, self.header, self.asker = self._probe(_any_of(added), eos)
 
     def _probe(self, added: re.Pattern[str], eos: str | None) -> tuple[str, str, str, str]:
@@ -145,15 +149,52 @@ class Locator:
 
     # ------------------------------------------------------------------------------------------------ one conversation
 
+    def check(self, messages: Sequence[Turn], tools: list[Any] | None, text: str) -> None:
+        """For templates that say themselves what is trained: whether they show all that there is. ``spans`` does it, too.
+
+        Raises:
+            TemplateError: a message, thought or call that the template leaves out, or tools of which it shows nothing.
+        """
+        marker = self._marker_for(text)
+        marked, parts = marker.replace(messages)
+        key = json.dumps([marked, tools], default=repr)
+        if key not in self._complete:
+            shown = self._render(marked, tools, False)
+            self._check_complete(messages, parts, marker.split(shown)[1])
+            self.check_tools(tools, shown, marked)
+            _remember(self._complete, key, True)
+
+    def check_tools(self, tools: list[Any] | None, text: str, messages: Sequence[Turn], prompt: bool = False) -> None:
+        """Raise TemplateError where ``text``, the rendering of the messages with these tools, shows nothing of them."""
+        if tools and text == self._render(messages, None, prompt):
+            raise TemplateError.tools(len(tools))
+
+    def last_question(self, messages: Sequence[Turn]) -> int:
+        """The index of the last user's message that is a question to the template, -1 if there is none.
+
+        Of a user's ``<tool_response>`` it is found by rendering: where it does not end the thoughts of a tool loop, it is none.
+        """
+        while messages:
+            at = last_user(messages)
+            content = messages[at]["content"] if at >= 0 else None
+            result = _RESULT.fullmatch(content) if isinstance(content, str) else None
+            if result is None:
+                return at
+            key = json.dumps(result.groups())
+            if key not in self._asks:
+                _remember(self._asks, key, asks(self._render, self.marker, *result.groups()))
+            if self._asks[key]:
+                return at
+            messages = messages[:at]
+        return -1
+
     def spans(self, messages: Sequence[Turn], tools: list[Any] | None, text: str) -> list[Span]:
         """The assistant's spans in ``text``, the rendering of ``messages``, in order.
 
         Raises:
             TemplateError: a turn whose place can't be told for certain, or a message that the template leaves out.
         """
-        marker = self.marker
-        while marker.nonce in text:  # a text about this very file
-            marker = Marker(f"q{hashlib.sha256((marker.nonce + text).encode('utf-8', 'replace')).hexdigest()[:16]}z")
+        marker = self._marker_for(text)
         marked, parts = marker.replace(messages)
         key = json.dumps([marked, tools], default=repr)
         skeleton = self._skeletons.get(key)
@@ -171,6 +212,12 @@ class Locator:
                 )
             _remember(self._skeletons, key, skeleton)
         return found
+
+    def _marker_for(self, text: str) -> Marker:
+        marker = self.marker
+        while marker.nonce in text:  # a text about this very file
+            marker = Marker(f"q{hashlib.sha256((marker.nonce + text).encode('utf-8', 'replace')).hexdigest()[:16]}z")
+        return marker
 
     def _fit(self, skeleton: _Skeleton, parts: Sequence[Part], text: str) -> list[Span] | int:
         """Put the texts into the marked rendering. Gives the spans, or the turn at which the result is not the real one."""
@@ -198,8 +245,10 @@ class Locator:
     def _analyse(
         self, marker: Marker, messages: Sequence[Turn], marked: Sequence[Turn], parts: Sequence[Part], tools: list[Any] | None
     ) -> _Skeleton:
-        literals, order = marker.split(self._render(marked, tools, False))
+        shown = self._render(marked, tools, False)
+        literals, order = marker.split(shown)
         self._check_complete(messages, parts, order)
+        self.check_tools(tools, shown, marked)
         bounds: list[_Bound] = []
         for turn, message in enumerate(messages):
             if message["role"] != "assistant":
@@ -209,7 +258,7 @@ class Locator:
             if places != list(range(first, last + 1)):
                 raise TemplateError.at(turn, "assistant", "the chat template mixes its text with another message's")
             head = self._head(marker, turn, marked, tools, literals[first], order[first - 1] if first else None)
-            if turn < last_question(messages):  # its thought was left out: an empty one is not what the model wrote
+            if turn < self.last_question(messages):  # its thought was left out: an empty one is not what the model wrote
                 empty = _EMPTY_THOUGHT.match(literals[first], head)
                 head = empty.end() if empty else head
             follower = messages[turn + 1]["role"] if turn + 1 < len(messages) else ""
@@ -243,7 +292,7 @@ class Locator:
         if len(present) != len(order):
             turn = next(parts[n].turn for n in order if order.count(n) > 1)
             raise TemplateError.at(turn, messages[turn]["role"], "the chat template writes its text twice")
-        asked = last_question(messages)
+        asked = self.last_question(messages)
         for number, part in enumerate(parts):
             if number in present or (part.kind == "thought" and part.turn < asked):
                 continue

@@ -55,6 +55,19 @@ def cuts_thoughts(render: Render, marker: Marker) -> bool:
     return hidden.startswith(prompt + thought)
 
 
+def asks(render: Render, marker: Marker, opening: str, closing: str) -> bool:
+    """Whether a user's text between these tags of a result is a question: one before which thoughts are left out."""
+    question, thought, said, text = (marker.mark(k) for k in range(4))
+    inline = _turn("assistant", f"<think>\n{thought}\n</think>\n\n{said}")
+
+    def shows(told: Turn, then: str) -> bool:
+        talk = [_turn("user", question), told, _turn("user", then), _turn("assistant", marker.mark(4))]
+        return thought in (_attempt(render, talk, False) or "")
+
+    apart = {**_turn("assistant", said), "reasoning_content": thought}
+    return not any(shows(told, f"{opening}{text}{closing}") and not shows(told, text) for told in (apart, inline))
+
+
 def call_style(
     render: Render, marker: Marker, boundaries: Callable[[str], Iterable[int]], manner: Manner
 ) -> tuple[str | None, bool, str | None]:

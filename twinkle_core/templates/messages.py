@@ -13,8 +13,9 @@ from twinkle_core.errors import TemplateError
 #: A message as the chat template sees it.
 Turn = dict[str, Any]
 
-#: Stands for the tag in a template that cuts what is before it; who renders puts the tag back.
-SHIELD = "</think\u2060>"
+#: Stands for ``</think>`` in a template that cuts what is before it; who renders puts the tag back. As long as the tag, so that
+#: places in the text stay.
+SHIELD = "</thin\u2060>"
 
 _INLINE_THOUGHT = re.compile(r"^\s*<think>(.*?)</think>\s*", re.DOTALL)
 
@@ -65,17 +66,17 @@ def normalise(
         turns.insert(0, {"role": "system", "content": default_system})
     if style.system is not None:
         turns = _folded(turns, *style.system)
-    return turns, _tools(trajectory.get("tools"))
+    return turns, tools_of(trajectory)
 
 
-def last_question(turns: Sequence[Mapping[str, Any]]) -> int:
+def last_user(turns: Sequence[Turn]) -> int:
     """The index of the last user's message, -1 if there is none."""
-    return max((k for k, turn in enumerate(turns) if turn.get("role") == "user"), default=-1)
+    return max((k for k, turn in enumerate(turns) if turn["role"] == "user"), default=-1)
 
 
 def _shield(turns: Sequence[Turn]) -> None:
     """Hide the end of the thoughts after the last question, which the model must see to learn from."""
-    for turn in turns[last_question(turns) + 1 :]:
+    for turn in turns[last_user(turns) + 1 :]:
         thought = _INLINE_THOUGHT.match(turn["content"]) if isinstance(turn["content"], str) else None
         if turn["role"] == "assistant" and thought is not None:
             turn["content"] = f"<think>\n{thought[1].strip(chr(10))}\n{SHIELD}\n\n{turn['content'][thought.end() :]}"
@@ -169,7 +170,13 @@ def _thought(index: int, turn: Turn, enable_thinking: bool, inline: bool) -> Non
             turn["reasoning_content"] = thought
 
 
-def _tools(tools: Any) -> list[Any] | None:
+def tools_of(trajectory: Mapping[str, Any]) -> list[Any] | None:
+    """The tools of a conversation, which may be given as JSON text; None where it has none.
+
+    Raises:
+        TemplateError: they are no list.
+    """
+    tools = trajectory.get("tools")
     if not tools:
         return None
     if isinstance(tools, str):

@@ -132,10 +132,25 @@ def test_rows_that_positions_part_stay_apart_under_a_mask_of_ones(m):
 
 
 def test_rows_that_positions_part_are_refused_where_nothing_keeps_them_apart(m):
-    with pytest.raises(PackingLeaks, match="padded row"):
+    with pytest.raises(PackingLeaks, match=r"padded row[\s\S]*padding_free=True"):
         m.forward_only(packed(attention_mask=torch.tensor([[1, 1, 1, 1, 1, 0]])))
-    with pytest.raises(PackingLeaks, match="batch of 2"):
+    with pytest.raises(PackingLeaks, match=r"batch of 2[\s\S]*padding_free=True"):
         m.forward_only({k: v.repeat(2, 1) for k, v in packed().items()})
+
+
+def test_the_way_out_of_positions_that_begin_anew_is_one(m):
+    """Rows whose positions restart, with the default processor and with the one that the error names."""
+    two = [{name: value[0].tolist() for name, value in packed().items()} for _ in range(2)]
+    m.set_loss("cross_entropy")
+    with pytest.raises(PackingLeaks, match="padding_free=True"):
+        m.forward_only(two)
+    m.set_processor(InputProcessor(padding_free=True))
+    m.forward_only(two)
+    packed_loss = m.calculate_loss()
+    m.set_processor(InputProcessor())
+    apart = [{name: values[cut] for name, values in row.items()} for row in two for cut in (slice(0, 3), slice(3, 6))]
+    m.forward_only(apart)
+    assert packed_loss == pytest.approx(m.calculate_loss(), abs=1e-5)
 
 
 def test_positions_that_begin_anew_are_probed_like_packed_rows():

@@ -17,6 +17,8 @@ FAMILIES = {
     "deepseek_v3": ("deepseek", "deepseek_v3"),
 }
 UNQUOTED = {"qwen_xml", "glm_xml"}
+#: Its template writes calls, but no tools; rows that have some are refused.
+TOOLLESS = {"deepseek_v3"}
 ANY = st.characters(codec="utf-8", exclude_categories=("Cs",))
 NAMES = st.text(st.sampled_from("abXY_9é"), min_size=1, max_size=6)
 #: without a tag's beginning: where a form has no quotes, a closing tag in a text ends it, and an end token is refused anyway
@@ -51,8 +53,9 @@ def test_a_call_is_read_back(family, name, arguments):
     tool = {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": types}}}
     call = {"id": "abcdefgh1", "type": "function", "function": {"name": name, "arguments": arguments}}
     question = [{"role": "user", "content": "w?"}]
-    talk = {"messages": [*question, {"role": "assistant", "content": None, "tool_calls": [call]}], "tools": [tool]}
-    asked = family.render({"messages": question, "tools": [tool]}, add_generation_prompt=True)
+    declared = {} if family.tool_format in TOOLLESS else {"tools": [tool]}
+    talk = {"messages": [*question, {"role": "assistant", "content": None, "tool_calls": [call]}], **declared}
+    asked = family.render({"messages": question, **declared}, add_generation_prompt=True)
     text = family.render(talk)
     assert text.startswith(asked)
     message = family.parse(text[len(asked) :], tools=[tool])

@@ -130,6 +130,17 @@ def test_calls_in_tags(thinking, marked, nothing):
     )
 
 
+def test_a_users_result_is_a_question_to_a_template_that_has_no_other_word_for_it(build, tokenizer, marked):
+    talk = [
+        user("w?"),
+        assistant("", "ask", ("weather", {})),
+        user("<tool_response>\nsun\n</tool_response>"),
+        assistant("Done."),
+    ]
+    shown = marked(build(tokenizer, "glm4_6", train_on="last"), talk)
+    assert shown.count("⟦") == 1 and "ask" not in shown
+
+
 def test_calls_in_tags_are_read_back(thinking):
     text = (
         "\n<think>ask</think>\n<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Bern</arg_value>\n</tool_call>"
@@ -142,3 +153,14 @@ def test_calls_in_tags_are_read_back(thinking):
 def test_ids(template):
     row = template.encode({"messages": TALK[:2]})
     assert row["input_ids"][:3] == [151331, 151333, 151336] and row["input_ids"][-1] == 151336 == row["labels"][-2]
+
+
+def test_observation_is_a_role_and_a_mistyped_one_is_not(template, marked):
+    """Results under the name of the family's own token, as data sets have them."""
+    talk = [user("w?"), assistant("", None, ("weather", {"city": "Bern"})), tool("sun"), assistant("Sun.")]
+    expected = marked(template, talk, [TOOL])
+    talk[2] = {"role": "observation", "content": "sun"}
+    assert marked(template, talk, [TOOL]) == expected
+    talk[2] = {"role": "observatoin", "content": "sun"}
+    with pytest.raises(ValueError, match=r"message 2 \(observatoin\): .*does not know the role"):
+        template.encode({"messages": talk})

@@ -101,9 +101,21 @@ def test_calls_are_read_back(newer):
     assert newer.parse("See " + text) == assistant('See {"name": "weather", "parameters": {"city": "Bern"}}')
 
 
-def test_tools_that_are_not_shown_are_told(build, llama3, caplog):
-    """Llama 3 itself knows no tools: they would be dropped in silence. Told once, not for each row."""
+def test_tools_that_are_not_shown_are_refused(build, llama3):
+    """Llama 3 itself knows no tools: they would be dropped in silence."""
     template = build(llama3, "llama3")
-    for _ in range(2):
-        template.encode({"messages": TALK, "tools": [TOOL]})
-    assert caplog.text.count("does not show 'tools'") == 1
+    for talk, prompt in ((TALK, False), (TALK[:-1], True)):
+        with pytest.raises(ValueError, match=r"shows nothing of the row's 'tools' \(1\)"):
+            template.encode({"messages": talk, "tools": [TOOL]}, add_generation_prompt=prompt)
+
+
+def test_ipython_is_a_role_and_a_mistyped_one_is_not(newer, marked):
+    """Results under the name that the template itself writes for them, as data sets have them."""
+    call = assistant("", ("weather", {"city": "Bern"}))
+    talk = [user("w?"), call, {"role": "tool", "content": "sun"}, assistant("Sun.")]
+    expected = marked(newer, talk, [TOOL])
+    talk[2] = {"role": "ipython", "content": "sun"}
+    assert marked(newer, talk, [TOOL]) == expected
+    talk[2] = {"role": "ipythn", "content": "sun"}
+    with pytest.raises(ValueError, match=r"message 2 \(ipythn\): .*does not know the role"):
+        newer.encode({"messages": talk})

@@ -46,7 +46,7 @@ def test_a_row_is_what_rendering_shows(family, build, of_bytes, request):
         names = {"bos_token": "<s>"} if "<s>" in kind[0] else {}
         tokenizer = of_bytes({token: 500 + k for k, token in enumerate(kind[0])}, eos_token=kind[1], **names)
     template = build(tokenizer, name)
-    shown = [_system(template), _end(template), _prompt(template), _thoughts(template), _calls(template)]
+    shown = [_system(template), _end(template), _prompt(template), _thoughts(template), _calls(template), _tools(template)]
     assert rows()[family] == shown
 
 
@@ -102,3 +102,10 @@ def _thoughts(template):
 
 def _calls(template):
     return f"`{template.tool_format}`" if template.tool_format else "none"
+
+
+def _tools(template):
+    tools = [{"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}]
+    reason = template.check({"messages": _talk(("user", "Q"), ("assistant", "A")), "tools": tools})
+    assert reason is None or "shows nothing of the row's 'tools'" in reason
+    return "refused" if reason else "shown"

@@ -61,6 +61,7 @@ def test_the_prompt_leaves_the_thought_to_the_model(template, prompt):
     )
 
 
+WRAPPED = "<tool_response>\nsun\n</tool_response>"
 LOOP = [
     user("w?"),
     assistant("", "ask", ("weather", {"city": "Bern"})),
@@ -85,6 +86,14 @@ def test_in_a_tool_loop_all_thoughts_are_kept_and_trained(build, qwen, marked, t
         "<|im_start|>assistant\n⟦<think>\nboth\n</think>\n\nDone.<|im_end|>⟧\n"
     )
     assert marked(template, LOOP) == expected
+
+
+@pytest.mark.parametrize(("result", "question"), [(WRAPPED, False), (WRAPPED + "\n", True), (WRAPPED + " And?", True)])
+def test_a_users_result_is_no_question_where_the_template_takes_it_for_none(build, qwen, marked, result, question):
+    """The turns of ``train_on="last"`` begin where the template's thoughts do, to the character of its test."""
+    talk = [user("w?"), LOOP[1], user(result), LOOP[5]]
+    shown = marked(build(qwen, "qwen3", train_on="last"), talk)
+    assert shown.count("⟦") == (1 if question else 2) and ("\nask\n" in shown) is not question
 
 
 def test_declared_tools_follow_the_system_message(template, marked):

@@ -71,6 +71,14 @@ def test_a_tool_loop_keeps_its_thoughts(template, marked):
     assert marked(template, talk) == expected
 
 
+@pytest.mark.parametrize(("after", "question"), [("", False), (" \n", False), (" And?", True)])
+def test_a_users_result_is_no_question_where_the_template_takes_it_for_none(build, qwen35, marked, after, question):
+    """It trims before it looks."""
+    talk = [user("w?"), assistant("", "ask", ("weather", {})), user(f"<tool_response>\nsun\n</tool_response>{after}")]
+    shown = marked(build(qwen35, "qwen3_5", train_on="last"), [*talk, assistant("Done.", "both")])
+    assert shown.count("⟦") == (1 if question else 2) and ("ask\n" in shown) is not question
+
+
 def test_declared_tools_come_before_the_system_message(template, marked):
     shown = marked(template, [{"role": "system", "content": " be kind "}, *TALK], [WEATHER])
     assert shown.startswith("<|im_start|>system\n# Tools\n\nYou have access to the following functions:\n\n<tools>\n{")

@@ -85,15 +85,6 @@ def adapter_folder(path: str | Path) -> Path:
     return folder
 
 
-def base_of(folder: Path) -> str | None:
-    """The model that the adapter in a folder was made for, if its config says so."""
-    try:
-        found = json.loads((folder / ADAPTER_CONFIG).read_text("utf-8"))
-    except (OSError, ValueError):
-        return None
-    return found.get("base_model_name_or_path") if isinstance(found, dict) else None
-
-
 def adapter_config(name: str, folder: Path) -> PeftConfig:
     """The config in a folder, ready to train (PEFT saves every config as if it were for inference)."""
     try:

@@ -112,12 +112,12 @@ def _without_mask(module: Any, batch: dict[str, Any]) -> None:
     name, ids = type(module).__name__, batch.get("input_ids")
     mask: Any = batch.get("attention_mask")
     if isinstance(ids, torch.Tensor) and ids.shape[0] > 1:
-        raise PackingLeaks(name, f"positions begin anew inside the rows of a batch of {ids.shape[0]}; a packed batch is [1, T]")
+        why = f"positions begin anew inside the rows of a batch of {ids.shape[0]}; a packed batch is [1, T]"
+        raise PackingLeaks(name, why, cure=True)
     if _readable(mask) and mask.dim() == 2:
         if not bool(mask.all()):
-            raise PackingLeaks(
-                name, "positions begin anew between tokens of a padded row, where a mask hides that from kernels"
-            )
+            why = "positions begin anew between tokens of a padded row, where a mask hides that from kernels"
+            raise PackingLeaks(name, why, cure=True)
         del batch["attention_mask"]
 
 

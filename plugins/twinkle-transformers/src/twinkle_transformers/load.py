@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from twinkle_core import hardware, settings
+from twinkle_core import hardware, hub, settings
 from twinkle_core.errors import (
     HoldsAdapter,
     ManyProcesses,
@@ -22,7 +22,6 @@ from twinkle_core.errors import (
 )
 from twinkle_core.log import get_logger
 from twinkle_core.names import closest
-from twinkle_transformers.checkpoint import ADAPTER_CONFIG, base_of
 from twinkle_transformers.precision import Precision
 
 if TYPE_CHECKING:
@@ -171,8 +170,8 @@ def _load(
 
     folder, options = _fetch(model_id, options)
     place = Path(folder) / (options.get("subfolder") or "")
-    if (place / ADAPTER_CONFIG).is_file():  # transformers would put it in unseen, beneath the adapters of this model
-        raise HoldsAdapter(place, base_of(place))
+    if hub.holds_adapter(place):  # transformers would put it in unseen, beneath the adapters of this model
+        raise HoldsAdapter(place, hub.base_of_adapter(place))
     options["trust_remote_code"] = trust = bool(options.get("trust_remote_code", False))
     strange = {k: v for k, v in options.items() if k not in _FROM_PRETRAINED}
     if not {"dtype", "torch_dtype"} & set(options):
@@ -191,8 +190,6 @@ def _load(
 
 def _fetch(model_id: str, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """The local folder, and the options that are left for ``from_pretrained``. A path to a GGUF file names file and folder."""
-    from twinkle_core import hub
-
     # what no loader here reads; some repositories hold each weight three times
     unused = ["*.pth", "original/*", "*.onnx", "onnx/*", "*.msgpack", "*.h5", "*.ot"]
     if "gguf_file" not in options:

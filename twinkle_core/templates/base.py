@@ -1,0 +1,120 @@
+"""What templates that write text have in common: the tokenizer, rows, truncation, labels by character offsets (L1)."""
+
+from __future__ import annotations
+
+import sys
+from bisect import bisect_left
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from twinkle_core import hub
+from twinkle_core.contracts.template import Template
+from twinkle_core.errors import HoldsAdapter, NeedsLibrary, TemplateError
+from twinkle_core.templates import truncate
+from twinkle_core.templates.labels import Span
+from twinkle_core.types import IGNORE_INDEX, InputFeature, Trajectory
+
+_TOKENIZER_FILES = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*.py")
+
+
+class TextTemplate(Template):
+    """Renders a conversation whole, tokenises the text once, and places labels by character offsets.
+
+    A subclass says how a conversation becomes text and which characters of it the assistant wrote, and calls ``tokenise`` and
+    ``rows`` (or ``prompt``).
+
+    Args:
+        model_id: a tokenizer, or where one is: ``hf://``, ``ms://``, a local folder.
+        max_length: most tokens of a row.
+        truncation_strategy: for longer rows: ``raise``, ``left``, ``right``, ``split``, ``delete``; see ``truncate.to_rows``.
+        train_on: ``all`` assistant turns, or the ``last`` ones.
+
+    Raises:
+        TemplateError: an argument is not one of these, or no tokenizer with offsets can be loaded.
+    """
+
+    label: ClassVar[str] = "text"  # the template's name in messages
+
+    def __init__(
+        self, model_id: Any, max_length: int, truncation_strategy: str, train_on: Literal["all", "last"] = "all"
+    ) -> None:
+        truncate.check_strategy(truncation_strategy)
+        if isinstance(max_length, bool) or not isinstance(max_length, int) or max_length < 2:
+            raise TemplateError.argument("max_length", max_length, "a whole number from 2 up (one token predicts another)")
+        if train_on not in ("all", "last"):
+            raise TemplateError.argument("train_on", train_on, "'all' or 'last'")
+        self.tokenizer: Any = _load(model_id, self.label) if isinstance(model_id, (str, Path)) else model_id
+        self.name = str(model_id) if isinstance(model_id, (str, Path)) else type(model_id).__name__
+        if not getattr(self.tokenizer, "is_fast", False):
+            raise TemplateError.slow(self.name)
+        self.max_length = max_length
+        self.truncation_strategy = truncation_strategy
+        self.train_on = train_on
+        self.dropped = 0  # conversations dropped by this object, in this process
+
+    def tokenise(self, text: str, spans: Sequence[Span]) -> tuple[list[int], list[int]]:
+        """Ids, and for each position its own token where it lies wholly in a span, else -100.
+
+        No special tokens are added: the text has its beginning token already.
+        """
+        backend = self.tokenizer.backend_tokenizer
+        backend.no_truncation()
+        backend.no_padding()
+        encoded = backend.encode(text, add_special_tokens=False)
+        ids: list[int] = encoded.ids
+        targets = [IGNORE_INDEX] * len(ids)
+        places = range(len(ids))
+
+        def start(token: int) -> int:
+            return int(encoded.token_to_chars(token)[0])
+
+        for span in spans:
+            first, last = bisect_left(places, span.start, key=start), bisect_left(places, span.end, key=start)
+            while last > first and encoded.token_to_chars(last - 1)[1] > span.end:
+                last -= 1
+            targets[first:last] = ids[first:last]
+        return ids, targets
+
+    def rows(self, ids: list[int], targets: list[int]) -> InputFeature | list[InputFeature] | None:
+        """What ``encode`` returns for training; see ``truncate.to_rows``."""
+        rows = truncate.to_rows(ids, targets, self.max_length, self.truncation_strategy)
+        self.dropped += not rows
+        if self.truncation_strategy == "split":
+            return rows
+        return rows[0] if rows else None
+
+    def prompt(self, ids: list[int]) -> InputFeature | None:
+        """What ``encode`` returns for a prompt; see ``truncate.prompt_row``."""
+        row = truncate.prompt_row(ids, self.max_length, self.truncation_strategy)
+        self.dropped += row is None
+        return row
+
+    def check(self, trajectory: Trajectory) -> str | None:
+        dropped = self.dropped
+        try:
+            self.encode(trajectory)
+        except TemplateError as refusal:
+            return str(refusal)
+        finally:
+            self.dropped = dropped
+        return None
+
+    def decode(self, ids: Sequence[int], **kwargs: Any) -> str:
+        """Ids to text, without positions of -100 (so labels can be read too). ``kwargs``: of the tokenizer's ``decode``."""
+        kept = [int(i) for i in ids if int(i) != IGNORE_INDEX]
+        return str(self.tokenizer.decode(kept, **{"clean_up_tokenization_spaces": False, **kwargs}))
+
+
+def _load(model_id: str | Path, label: str) -> Any:
+    folder = hub.resolve(model_id, allow_patterns=_TOKENIZER_FILES)
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as cause:
+        raise NeedsLibrary(f"template '{label}'", "transformers", "twinkle-core[data]", sys.prefix) from cause
+    try:
+        return AutoTokenizer.from_pretrained(str(folder))
+    except (OSError, ValueError, KeyError, TypeError) as cause:
+        if hub.holds_adapter(folder):
+            raise HoldsAdapter(folder, hub.base_of_adapter(folder)) from cause
+        raise TemplateError.tokenizer(model_id, str(cause).splitlines()[0] if str(cause) else repr(cause)) from cause
