@@ -83,8 +83,9 @@ def test_with_tags_a_template_that_cuts_every_thought_shows_the_live_one():
     source = source.replace("<|im_start|>assistant\n{% endif %}", "<|im_start|>assistant\n<think>\n{% endif %}")
     template = ChatTemplate(toys.chatml_tokenizer(source))
     talk = [*TALK, says("user")]
-    row = template.encode({"messages": [*talk, says("assistant", "<think>\nnew\n</think>\n\ngo")]})
-    assert template.decode(row["labels"]) == "yo<|im_end|><think>\nnew\n</think>\n\ngo<|im_end|>"
+    talk += [says("assistant", "<think>\nnew\n</think>\n\ngo"), says("tool"), says("assistant", "so")]
+    row = template.encode({"messages": talk})
+    assert template.decode(row["labels"]) == "yo<|im_end|><think>\nnew\n</think>\n\ngo<|im_end|>so<|im_end|>"
 
 
 def test_tools_that_the_template_does_not_show_are_refused():
