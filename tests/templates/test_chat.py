@@ -251,7 +251,7 @@ def test_special_tokens_in_a_users_text_are_never_trained():
 
 def test_a_text_may_hold_the_marks():
     template = ChatTemplate(toys.chatml_tokenizer())
-    mark = template._locator._marker.mark(0)
+    mark = template._locator.marker.mark(0)
     row = template.encode({"messages": [user(mark), assistant(f"{mark} {mark}")]})
     assert trained(template, row) == [f"{mark} {mark}<|im_end|>"]
 
@@ -355,18 +355,22 @@ def test_a_closing_tag_alone_ends_a_thought_only_where_there_are_thoughts():
         assert template.parse(f"<think>a</think>{text}") == {"role": "assistant", "reasoning_content": "a", "content": text}
 
 
-def test_parse_reads_both_forms_of_calls():
-    template = ChatTemplate(toys.thinking_tokenizer())
-    calls = [
-        {"type": "function", "function": {"name": "a", "arguments": {"x": 1, "y": {"z": None}}}},
-        {"type": "function", "function": {"name": "b", "arguments": {"q": "two words", "n": 3}}},
-    ]
-    text = (
-        'Now.\n<tool_call>\n{"name": "a", "arguments": {"x": 1, "y": {"z": null}}}\n</tool_call>\n'
-        "<tool_call>\n<function=b>\n<parameter=q>\ntwo words\n</parameter>\n<parameter=n>\n3\n</parameter>\n</function>\n"
+def test_parse_reads_the_form_that_the_template_writes():
+    """Another model's form is text, unless it is asked for."""
+    json_call = 'Now.\n<tool_call>\n{"name": "a", "arguments": {"x": 1, "y": {"z": null}}}\n</tool_call>'
+    tag_call = (
+        "Now.\n<tool_call>\n<function=b>\n<parameter=q>\ntwo words\n</parameter>\n<parameter=n>\n3\n</parameter>\n</function>\n"
         "</tool_call>"
     )
-    assert template.parse(text) == {"role": "assistant", "content": "Now.", "tool_calls": calls}
+    a = {"type": "function", "function": {"name": "a", "arguments": {"x": 1, "y": {"z": None}}}}
+    b = {"type": "function", "function": {"name": "b", "arguments": {"q": "two words", "n": 3}}}
+    template = ChatTemplate(toys.thinking_tokenizer())
+    assert template.tool_format == "hermes"
+    assert template.parse(json_call) == {"role": "assistant", "content": "Now.", "tool_calls": [a]}
+    assert template.parse(tag_call) == {"role": "assistant", "content": tag_call}
+    asked = ChatTemplate(toys.thinking_tokenizer(), tool_format="qwen_xml")
+    assert asked.parse(tag_call) == {"role": "assistant", "content": "Now.", "tool_calls": [b]}
+    assert asked.parse(json_call) == {"role": "assistant", "content": json_call}
 
 
 def test_what_is_rendered_is_parsed_back():
@@ -573,6 +577,7 @@ def test_check_agrees_with_encode():
         ({"max_length": 1}, "max_length=1"),
         ({"max_length": "8k"}, "max_length='8k'"),
         ({"train_on": "first"}, "'all' or 'last'"),
+        ({"tool_format": "xml"}, "tool_format='xml': one of 'hermes', 'qwen_xml'"),
     ],
 )
 def test_bad_arguments_are_told_at_construction(kwargs, text):

@@ -75,6 +75,19 @@ def test_a_template_that_writes_two_texts_is_told_so():
         ChatTemplate(toys.chatml_tokenizer(source)).encode({"messages": TALK})
 
 
+def test_with_tags_a_template_that_cuts_every_thought_shows_the_live_one():
+    """Its places are those of the text in which the tag stands again."""
+    source = toys.CHATML_TAGGED.replace(
+        "{{ m['content'] }}<|im_end|>{%", "{{ m['content'].split('</think>')[-1] }}<|im_end|>{%"
+    )
+    source = source.replace("<|im_start|>assistant\n{% endif %}", "<|im_start|>assistant\n<think>\n{% endif %}")
+    template = ChatTemplate(toys.chatml_tokenizer(source))
+    talk = [*TALK, says("user")]
+    talk += [says("assistant", "<think>\nnew\n</think>\n\ngo"), says("tool"), says("assistant", "so")]
+    row = template.encode({"messages": talk})
+    assert template.decode(row["labels"]) == "yo<|im_end|><think>\nnew\n</think>\n\ngo<|im_end|>so<|im_end|>"
+
+
 def test_tools_that_the_template_does_not_show_are_refused():
     for template in tagged():
         with pytest.raises(TemplateError, match=r"nothing of the row's 'tools' \(1\)[\s\S]*Remove 'tools'"):

@@ -7,11 +7,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from twinkle_core.errors import NoChatTemplate, NoLabels, TemplateError
+from twinkle_core.templates import manners, parse
 from twinkle_core.templates.base import TextTemplate
 from twinkle_core.templates.labels import Locator, Span
-from twinkle_core.templates.messages import Turn, normalise
+from twinkle_core.templates.messages import SHIELD, Style, Turn, normalise
 from twinkle_core.templates.roles import Roles
-from twinkle_core.templates.tools import hermes, qwen_xml
+from twinkle_core.templates.tools.forms import FORMS, schema_of
 from twinkle_core.types import InputFeature, Message, Trajectory
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -44,6 +45,8 @@ class ChatTemplate(TextTemplate):
             templates that show an empty thought have it trained.
         train_on: ``all`` assistant turns, or the ``last`` ones.
         chat_template: a Jinja template to use in place of the tokenizer's.
+        tool_format: how the model writes tool calls, for ``parse``: a name of ``tools/forms.py``. None: as the chat template
+            writes them, if it does.
     """
 
     label = "chat"
@@ -58,26 +61,48 @@ class ChatTemplate(TextTemplate):
         enable_thinking: bool = True,
         train_on: Literal["all", "last"] = "all",
         chat_template: str | None = None,
+        tool_format: str | None = None,
     ) -> None:
         super().__init__(model_id, max_length, truncation_strategy, train_on)
+        if tool_format is not None and tool_format not in FORMS:
+            raise TemplateError.argument("tool_format", tool_format, f"one of {', '.join(map(repr, FORMS))}")
         self.use_chat_template = use_chat_template
         self.default_system = default_system
         self.enable_thinking = enable_thinking
-        self._thinks = False  # whether the model may end a thought that its prompt began
+        self.tool_format = tool_format
+        self._manner = parse.Manner((self.tokenizer.eos_token or "",))
         if not use_chat_template:
             return
         if chat_template is None and not self.tokenizer.chat_template:
             raise NoChatTemplate(self.name)
         self.chat_template = chat_template
-        source = chat_template or self.tokenizer.chat_template
+        self._ask_the_template()
+
+    def _ask_the_template(self) -> None:
+        """Find out by rendering what this chat template does."""
+        source = self.chat_template or self.tokenizer.chat_template
         text = "\n".join(source.values()) if isinstance(source, Mapping) else str(source)
-        self._inline_thoughts = "reasoning_content" not in text
-        self._thinks = "</think>" in text
         self._tagged = bool(_GENERATION.search(text))
+        self._surplus = ""
         added = [str(token) for token in self.tokenizer.added_tokens_decoder.values()]
         special = list(self.tokenizer.all_special_tokens)
         self._roles = Roles(self._render, text, [*special, *added])
-        self._locator = Locator(self._render, self._token_ends, special, [*special, *added], self.tokenizer.eos_token)
+        locator = Locator(self._render, self._token_ends, special, [*special, *added], self.tokenizer.eos_token)
+        self._locator, self._surplus, marker = locator, locator.surplus, locator.marker
+        begun = locator.header.rstrip().endswith("<think>")
+        manner = parse.Manner((locator.end, locator.stop, self.tokenizer.eos_token or ""), "</think>" in text, begun)
+        content, as_text, form = manners.call_style(self._render, marker, self._token_ends, manner)
+        inline = "reasoning_content" not in text
+        self._style = Style(
+            inline_thoughts=inline,
+            shielded=inline and self.enable_thinking and manners.cuts_thoughts(self._render, marker),
+            call_content=content,
+            text_arguments=as_text,
+            system=manners.system_place(self._render, marker),
+        )
+        self._call_stop = locator.role_token(manners.call_stop(self._render, marker, self._style)) if locator.stop else ""
+        self._manner = parse.Manner((*manner.ends, self._call_stop), manner.thinks, manner.begun)
+        self.tool_format = self.tool_format or form
 
     # ------------------------------------------------------------------------------------------------ encoding
 
@@ -112,6 +137,7 @@ class ChatTemplate(TextTemplate):
                 spans = self._spans(messages, tools, text)
                 text, spans = self._stopped(messages, text, spans)
             else:
+                self._locator.check_tools(tools, text, messages, prompt=True)
                 spans = []
             ids, targets = self.tokenise(text, spans)
         return self.prompt(ids) if add_generation_prompt else self.rows(ids, targets)
@@ -125,10 +151,7 @@ class ChatTemplate(TextTemplate):
 
     def _normalise(self, trajectory: Mapping[str, Any]) -> tuple[list[Turn], list[Any] | None]:
         messages, tools = normalise(
-            trajectory,
-            default_system=self.default_system,
-            enable_thinking=self.enable_thinking,
-            inline_thoughts=self._inline_thoughts,
+            trajectory, default_system=self.default_system, enable_thinking=self.enable_thinking, style=self._style
         )
         self._roles.check(messages)
         return messages, tools
@@ -145,34 +168,50 @@ class ChatTemplate(TextTemplate):
         return text
 
     def _render(self, messages: Sequence[Turn], tools: list[Any] | None, add_generation_prompt: bool) -> str:
-        from jinja2.exceptions import TemplateError as JinjaError
+        text = self._jinja(messages, tools, add_generation_prompt, tags=False)[0]
+        return self._settled(text, messages, add_generation_prompt)
 
+    def _settled(self, text: str, messages: Sequence[Turn], add_generation_prompt: bool) -> str:
+        """What Jinja wrote, as the model sees it. Characters that stay keep their places."""
+        if not add_generation_prompt and messages[-1]["role"] == "assistant":
+            text = text.removesuffix(self._surplus)
+        return text.replace(SHIELD, "</think>")
+
+    def _jinja(
+        self, messages: Sequence[Turn], tools: list[Any] | None, add_generation_prompt: bool, tags: bool
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """The text, and with ``tags`` what ``{% generation %}`` marks. Not by the tokenizer's ``apply_chat_template``: of late
+        that takes out a content of None, which some templates test for."""
+        from jinja2.exceptions import TemplateError as JinjaError
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        render: Any = render_jinja_template
         try:
-            text = self.tokenizer.apply_chat_template(
-                list(messages),
+            texts, places = render(
+                conversations=[list(messages)],
                 tools=tools,
-                chat_template=self.chat_template,
-                tokenize=False,
+                chat_template=self.tokenizer.get_chat_template(self.chat_template, tools),
+                return_assistant_tokens_mask=tags,
                 add_generation_prompt=add_generation_prompt,
                 enable_thinking=self.enable_thinking,
                 thinking=self.enable_thinking,  # the same switch in DeepSeek's templates
+                **self.tokenizer.special_tokens_map,
             )
         except (JinjaError, TypeError, ValueError, KeyError, AttributeError) as cause:
             raise TemplateError.rendering(cause) from cause
-        return str(text)
+        return str(texts[0]), list(places[0]) if tags else []
 
     def _spans(self, messages: Sequence[Turn], tools: list[Any] | None, text: str) -> list[Span]:
         if not any(m["role"] == "assistant" for m in messages):
             return []
         spans = self._tagged_spans(messages, tools, text) if self._tagged else self._locator.spans(messages, tools, text)
         if self.train_on == "last":
-            asked = max((k for k, m in enumerate(messages) if m["role"] == "user"), default=-1)
-            spans = [span for span in spans if span.turn > asked]
+            spans = [span for span in spans if span.turn > self._locator.last_question(messages)]
         return spans
 
     def _stopped(self, messages: Sequence[Turn], text: str, spans: list[Span]) -> tuple[str, list[Span]]:
         """Where the next role's token ends a turn, the last answer needs it as well, or the model would not learn to stop."""
-        stop = self._locator.stop
+        stop = (self._call_stop if "tool_calls" in messages[-1] else "") or self._locator.stop
         if not stop or not spans or messages[-1]["role"] != "assistant":
             return text, spans
         last = spans[-1]
@@ -180,29 +219,17 @@ class ChatTemplate(TextTemplate):
 
     def _tagged_spans(self, messages: Sequence[Turn], tools: list[Any] | None, text: str) -> list[Span]:
         """What the template's ``{% generation %}`` tags mark, and the end token right after it."""
-        from transformers.utils.chat_template_utils import render_jinja_template
-
         self._locator.check(messages, tools, text)
-        render: Any = render_jinja_template
-        texts, places = render(
-            conversations=[list(messages)],
-            tools=tools,
-            chat_template=self.tokenizer.get_chat_template(self.chat_template, tools),
-            return_assistant_tokens_mask=True,
-            add_generation_prompt=False,
-            enable_thinking=self.enable_thinking,
-            thinking=self.enable_thinking,
-            **self.tokenizer.special_tokens_map,
-        )
+        shown, places = self._jinja(messages, tools, False, tags=True)
         turns = [k for k, m in enumerate(messages) if m["role"] == "assistant"]
-        if texts[0] != text:
+        if self._settled(shown, messages, False) != text:
             raise TemplateError.rendering("rendered twice, it writes two texts")
-        if len(places[0]) != len(turns):
-            raise TemplateError.rendering(f"its generation tags mark {len(places[0])} places for {len(turns)} assistant turns")
+        if len(places) != len(turns):
+            raise TemplateError.rendering(f"its generation tags mark {len(places)} places for {len(turns)} assistant turns")
         end = self._locator.end
         return [
             Span(turn, start, stop + len(end) if end and text.startswith(end, stop) else stop)
-            for turn, (start, stop) in zip(turns, places[0], strict=True)
+            for turn, (start, stop) in zip(turns, places, strict=True)
         ]
 
     # ------------------------------------------------------------------------------------------------ tokens
@@ -214,7 +241,7 @@ class ChatTemplate(TextTemplate):
     def _plain_text(self, row: Mapping[str, Any]) -> str:
         text = row.get("text") if isinstance(row, Mapping) else None
         if text is None:
-            messages, _ = normalise(row, default_system=None, enable_thinking=True, inline_thoughts=True)
+            messages, _ = normalise(row, default_system=None, enable_thinking=True, style=Style(inline_thoughts=True))
             text = "\n".join(m["content"] for m in messages if isinstance(m["content"], str))
         if not isinstance(text, str):
             raise TemplateError.argument("text", text, "a plain-text row holds a text")
@@ -227,29 +254,15 @@ class ChatTemplate(TextTemplate):
         ids: list[int] = self.tokenizer(text, add_special_tokens=not written, verbose=False)["input_ids"]
         return ids if not complete or eos is None or (ids and ids[-1] == eos) else [*ids, eos]
 
-    def parse(self, text: str) -> Message:
+    def parse(self, text: str, tools: Sequence[Any] | None = None) -> Message:
         """A completion to an assistant message.
 
         Up to the end token; a thought (also one whose ``<think>`` was in the prompt, if the template has thoughts) goes to
-        ``reasoning_content``, tool calls in the form of Hermes and Qwen to ``tool_calls``, the rest to ``content``.
+        ``reasoning_content``, tool calls in the model's form (``tool_format``) to ``tool_calls`` with their arguments as a
+        mapping, the rest to ``content``. What is no call from its first sign to its last is text. Never raises.
+
+        Args:
+            text: what the model wrote, special tokens included.
+            tools: the conversation's, whose types tell ``"3"`` from ``3`` where the form has no quotes.
         """
-        end = self._locator.end if self.use_chat_template else self.tokenizer.eos_token
-        for token in (end, self.tokenizer.eos_token):
-            if token:
-                text = text.partition(token)[0]
-        message: Message = {"role": "assistant", "content": ""}
-        before, closed, after = text.partition("</think>")
-        opened = before.lstrip().startswith("<think>")
-        if opened or (closed and self._thinks):  # a thought that was cut off has no answer
-            thought = before.lstrip().removeprefix("<think>").strip()
-            text = after
-            if thought:
-                message["reasoning_content"] = thought
-        calls = []
-        for form in (hermes, qwen_xml):
-            text, found = form.parse(text)
-            calls += found
-        message["content"] = text.strip()
-        if calls:
-            message["tool_calls"] = calls
-        return message
+        return parse.read(text, self._manner, self.tool_format, schema_of(tools or ()))

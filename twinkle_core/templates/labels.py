@@ -28,11 +28,14 @@ from typing import Any
 
 from twinkle_core.errors import TemplateError
 from twinkle_core.log import get_logger
+from twinkle_core.templates.manners import Render, asks, common
 from twinkle_core.templates.marks import Marker, Part, arguments_of
-from twinkle_core.templates.messages import Turn
+from twinkle_core.templates.messages import Turn, last_user
 
-#: (messages, tools, add_generation_prompt) -> text
-Render = Callable[[Sequence[Turn], "list[Any] | None", bool], str]
+#: A thought that is none.
+_EMPTY_THOUGHT = re.compile(r"\s*<think>\s*</think>")
+#: A user's text that is a tool's result.
+_RESULT = re.compile(r"(\s*<tool_response>).*(</tool_response>\s*)", re.DOTALL)
 
 _CACHE_SIZE = 2048
 #: Roles that no model hands over to by writing their token.
@@ -89,22 +92,25 @@ class Locator:
     ) -> None:
         self._render = render
         self._boundaries = boundaries
-        self._marker = Marker(nonce)
+        self.marker = Marker(nonce)
         self._special = _any_of(special)
         self._skeletons: dict[str, _Skeleton] = {}
         self._prompts: dict[str, str] = {}
+        self.surplus = ""
         self._complete: dict[str, bool] = {}
+        self._asks: dict[str, bool] = {}
         self.end, self.stop, self.header, self.asker = self._probe(_any_of(added), eos)
 
     def _probe(self, added: re.Pattern[str], eos: str | None) -> tuple[str, str, str, str]:
         """The end token of an assistant's turn ('' if there is none), the next role's token that stands for it then, the
-        generation prompt after a user's turn, and what a user's turn begins with.
+        generation prompt after a user's turn, and what a user's turn begins with. Sets ``surplus``: the generation prompt that
+        a template writes after the last answer too, asked for or not.
         """
-        mark = self._marker.mark
+        mark = self.marker.mark
         talk: list[Turn] = [{"role": "user", "content": mark(0)}, {"role": "assistant", "content": mark(1)}]
         longer = [*talk, {"role": "user", "content": mark(2)}, {"role": "assistant", "content": mark(3)}]
         after = [self._after(self._render(t, None, False), 1) for t in (talk, longer)]
-        closing = _common(after)
+        closing = common(after)
         for match in (m for text in after for m in added.finditer(text)):
             if match.start() < len(closing) < match.end():  # two tokens that begin alike
                 closing = closing[: match.start()]
@@ -116,17 +122,27 @@ class Locator:
         else:
             end = closing.rstrip()
         asked, told = (self._after(self._render(talk[:1], None, flag), 0) for flag in (True, False))
+        over = after[0].removeprefix(token.group() if token else "")
+        if asked == told and over.strip() and asked.endswith(over):
+            self.surplus = over
+            after[0] = after[0].removesuffix(over)
+            end = end if token else ""
         role = None if end or self._special.search(after[0]) else self._special.search(after[1])
         if not end and not role and not self._special.search(after[0]):
             get_logger("templates").warning(
                 "the chat template writes no special token after an answer, so the model can't learn where to stop"
             )
         asker = (after[1].partition(end)[2] if end else after[1]).strip()
-        return end, role.group() if role else "", asked[len(_common([asked, told])) :], asker
+        return end, role.group() if role else "", self.surplus or asked[len(common([asked, told])) :], asker
+
+    def role_token(self, text: str) -> str:
+        """The first special token in what stands between two turns, '' if there is none."""
+        token = self._special.search(text)
+        return token.group() if token else ""
 
     def _after(self, text: str, number: int) -> str:
         """What stands after a mark, up to the next one."""
-        literals, order = self._marker.split(text)
+        literals, order = self.marker.split(text)
         if number not in order:
             raise TemplateError.rendering("it leaves out a plain message of a user or an assistant")
         return literals[order.index(number) + 1]
@@ -143,10 +159,34 @@ class Locator:
         marked, parts = marker.replace(messages)
         key = json.dumps([marked, tools], default=repr)
         if key not in self._complete:
-            order = marker.split(self._render(marked, tools, False))[1]
-            self._check_complete(messages, parts, order)
-            self._check_tools(marked, tools)
+            shown = self._render(marked, tools, False)
+            self._check_complete(messages, parts, marker.split(shown)[1])
+            self.check_tools(tools, shown, marked)
             _remember(self._complete, key, True)
+
+    def check_tools(self, tools: list[Any] | None, text: str, messages: Sequence[Turn], prompt: bool = False) -> None:
+        """Raise TemplateError where ``text``, the rendering of the messages with these tools, shows nothing of them."""
+        if tools and text == self._render(messages, None, prompt):
+            raise TemplateError.tools(len(tools))
+
+    def last_question(self, messages: Sequence[Turn]) -> int:
+        """The index of the last user's message that is a question to the template, -1 if there is none.
+
+        Of a user's ``<tool_response>`` it is found by rendering: where it does not end the thoughts of a tool loop, it is none.
+        """
+        while messages:
+            at = last_user(messages)
+            content = messages[at]["content"] if at >= 0 else None
+            result = _RESULT.fullmatch(content) if isinstance(content, str) else None
+            if result is None:
+                return at
+            key = json.dumps(result.groups())
+            if key not in self._asks:
+                _remember(self._asks, key, asks(self._render, self.marker, *result.groups()))
+            if self._asks[key]:
+                return at
+            messages = messages[:at]
+        return -1
 
     def spans(self, messages: Sequence[Turn], tools: list[Any] | None, text: str) -> list[Span]:
         """The assistant's spans in ``text``, the rendering of ``messages``, in order.
@@ -174,7 +214,7 @@ class Locator:
         return found
 
     def _marker_for(self, text: str) -> Marker:
-        marker = self._marker
+        marker = self.marker
         while marker.nonce in text:  # a text about this very file
             marker = Marker(f"q{hashlib.sha256((marker.nonce + text).encode('utf-8', 'replace')).hexdigest()[:16]}z")
         return marker
@@ -205,9 +245,10 @@ class Locator:
     def _analyse(
         self, marker: Marker, messages: Sequence[Turn], marked: Sequence[Turn], parts: Sequence[Part], tools: list[Any] | None
     ) -> _Skeleton:
-        literals, order = marker.split(self._render(marked, tools, False))
+        shown = self._render(marked, tools, False)
+        literals, order = marker.split(shown)
         self._check_complete(messages, parts, order)
-        self._check_tools(marked, tools)
+        self.check_tools(tools, shown, marked)
         bounds: list[_Bound] = []
         for turn, message in enumerate(messages):
             if message["role"] != "assistant":
@@ -217,6 +258,9 @@ class Locator:
             if places != list(range(first, last + 1)):
                 raise TemplateError.at(turn, "assistant", "the chat template mixes its text with another message's")
             head = self._head(marker, turn, marked, tools, literals[first], order[first - 1] if first else None)
+            if turn < self.last_question(messages):  # its thought was left out: an empty one is not what the model wrote
+                empty = _EMPTY_THOUGHT.match(literals[first], head)
+                head = empty.end() if empty else head
             follower = messages[turn + 1]["role"] if turn + 1 < len(messages) else ""
             tail = self._tail(turn, message, literals[last + 1], follower, final=last + 1 == len(order))
             bound = _Bound(turn, first, head, last, tail)
@@ -248,7 +292,7 @@ class Locator:
         if len(present) != len(order):
             turn = next(parts[n].turn for n in order if order.count(n) > 1)
             raise TemplateError.at(turn, messages[turn]["role"], "the chat template writes its text twice")
-        asked = max((k for k, m in enumerate(messages) if m["role"] == "user"), default=-1)
+        asked = self.last_question(messages)
         for number, part in enumerate(parts):
             if number in present or (part.kind == "thought" and part.turn < asked):
                 continue
@@ -262,10 +306,6 @@ class Locator:
             if message["role"] == "assistant" and not any(parts[number].turn == turn for number in order):
                 raise TemplateError.at(turn, "assistant", "the chat template shows nothing of it")
 
-    def _check_tools(self, marked: Sequence[Turn], tools: list[Any] | None) -> None:
-        if tools and self._render(marked, tools, False) == self._render(marked, None, False):
-            raise TemplateError.tools(len(tools))
-
     def _head(
         self, marker: Marker, turn: int, marked: Sequence[Turn], tools: list[Any] | None, literal: str, before: int | None
     ) -> int:
@@ -278,7 +318,7 @@ class Locator:
                     turn, "assistant", "no user comes before it, and the template has no header. Begin with a user"
                 )
             return at + len(self.header)
-        same = len(_common([prompt, literal]))
+        same = len(common([prompt, literal]))
         if same < len(prompt):  # an old turn without the thought that the prompt begins: back to the end of a token
             same = max((end for end in self._boundaries(prompt) if end <= same), default=0)
             floor = len(prompt) - len(self.header) if self.header and prompt.endswith(self.header) else 0
@@ -331,12 +371,6 @@ class Locator:
         if "tool_calls" in message:
             raise TemplateError.at(turn, "assistant", "the chat template does not show where its tool call ends")
         return 0
-
-
-def _common(texts: Sequence[str]) -> str:
-    """What both texts begin with."""
-    size = next((k for k, (a, b) in enumerate(zip(*texts, strict=False)) if a != b), min(map(len, texts)))
-    return texts[0][:size]
 
 
 def _any_of(tokens: Iterable[str]) -> re.Pattern[str]:

@@ -8,10 +8,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from twinkle_core.templates.messages import Turn
+from twinkle_core.templates.messages import SHIELD, Turn
 
 #: Tags that templates look for in a text; they stay as they are, and only what is between them is replaced.
-_TAGS = re.compile(r"(</?think>|</?tool_call>|</?tool_response>)")
+_TAGS = re.compile(rf"({SHIELD}|</?think>|</?tool_call>|</?tool_response>)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class Marker:
         if "<" not in text:
             return self._core(index, text, parts, "thought" if thought else "content")
         segments = _TAGS.split(text)
-        last_thought = max((k for k, s in enumerate(segments) if s == "</think>"), default=-1)
+        last_thought = max((k for k, s in enumerate(segments) if s in ("</think>", SHIELD)), default=-1)
         return "".join(
             segment if k % 2 else self._core(index, segment, parts, "thought" if thought or k < last_thought else "content")
             for k, segment in enumerate(segments)

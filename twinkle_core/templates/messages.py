@@ -5,18 +5,44 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from twinkle_core.errors import TemplateError
 
 #: A message as the chat template sees it.
 Turn = dict[str, Any]
 
-_INLINE_THOUGHT = re.compile(r"^\s*<think>.*?</think>\s*", re.DOTALL)
+#: Stands for ``</think>`` in a template that cuts what is before it; who renders puts the tag back. As long as the tag, so that
+#: places in the text stay.
+SHIELD = "</thin\u2060>"
+
+_INLINE_THOUGHT = re.compile(r"^\s*<think>(.*?)</think>\s*", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class Style:
+    """The form in which a chat template takes a conversation. ``manners.py`` finds it by rendering.
+
+    Attributes:
+        inline_thoughts: it does not know ``reasoning_content``: thoughts are written ``<think>…</think>`` before the content.
+        shielded: it cuts off thoughts even of the answer that is being given, so their end must be hidden from it.
+        call_content: the content of a tool call without words. Some templates write "None" for None, others leave the calls
+            out where there is a content.
+        text_arguments: the arguments of calls as JSON text, not as a mapping.
+        system: it has no place for a system message beside an answer: ("first" or "last", what comes between), the user's
+            message that holds it.
+    """
+
+    inline_thoughts: bool = False
+    shielded: bool = False
+    call_content: str | None = ""
+    text_arguments: bool = False
+    system: tuple[Literal["first", "last"], str] | None = None
 
 
 def normalise(
-    trajectory: Mapping[str, Any], *, default_system: str | None, enable_thinking: bool, inline_thoughts: bool
+    trajectory: Mapping[str, Any], *, default_system: str | None, enable_thinking: bool, style: Style
 ) -> tuple[list[Turn], list[Any] | None]:
     """Messages and tools of a conversation, checked; the caller's objects are not changed.
 
@@ -25,8 +51,7 @@ def normalise(
     * A list of text parts becomes one text.
     * ``arguments`` of tool calls given as JSON text become a mapping: templates would quote the text once more.
     * Without ``enable_thinking`` no thought is shown to the template.
-    * ``inline_thoughts``: the template does not know ``reasoning_content``, so thoughts are written ``<think>…</think>``
-      before the content.
+    * The rest as the template's ``style`` needs it.
 
     Raises:
         TemplateError: names the message and what is wrong with it.
@@ -34,13 +59,40 @@ def normalise(
     messages = trajectory.get("messages") if isinstance(trajectory, Mapping) else None
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
         raise TemplateError.shape(trajectory)
-    turns = [_turn(index, message, enable_thinking, inline_thoughts) for index, message in enumerate(messages)]
+    turns = [_turn(index, message, enable_thinking, style) for index, message in enumerate(messages)]
+    if style.shielded:
+        _shield(turns)
     if default_system is not None and turns[0]["role"] != "system":
         turns.insert(0, {"role": "system", "content": default_system})
+    if style.system is not None:
+        turns = _folded(turns, *style.system)
     return turns, tools_of(trajectory)
 
 
-def _turn(index: int, message: Any, enable_thinking: bool, inline_thoughts: bool) -> Turn:
+def last_user(turns: Sequence[Turn]) -> int:
+    """The index of the last user's message, -1 if there is none."""
+    return max((k for k, turn in enumerate(turns) if turn["role"] == "user"), default=-1)
+
+
+def _shield(turns: Sequence[Turn]) -> None:
+    """Hide the end of the thoughts after the last question, which the model must see to learn from."""
+    for turn in turns[last_user(turns) + 1 :]:
+        thought = _INLINE_THOUGHT.match(turn["content"]) if isinstance(turn["content"], str) else None
+        if turn["role"] == "assistant" and thought is not None:
+            turn["content"] = f"<think>\n{thought[1].strip(chr(10))}\n{SHIELD}\n\n{turn['content'][thought.end() :]}"
+
+
+def _folded(turns: list[Turn], where: str, between: str) -> list[Turn]:
+    """The conversation with its system message put before a user's text."""
+    asking = [k for k, turn in enumerate(turns) if turn["role"] == "user" and isinstance(turn["content"], str)]
+    if turns[0]["role"] != "system" or not isinstance(turns[0]["content"], str) or not asking:
+        return turns
+    place = asking[0] if where == "first" else asking[-1]
+    told = {**turns[place], "content": f"{turns[0]['content']}{between}{turns[place]['content']}"}
+    return [*turns[1:place], told, *turns[place + 1 :]]
+
+
+def _turn(index: int, message: Any, enable_thinking: bool, style: Style) -> Turn:
     if not isinstance(message, Mapping):
         raise TemplateError.at(index, type(message).__name__, "it is not a mapping with 'role' and 'content'")
     role = message.get("role")
@@ -53,11 +105,13 @@ def _turn(index: int, message: Any, enable_thinking: bool, inline_thoughts: bool
     if "tool_calls" in turn:
         if not isinstance(turn["tool_calls"], Sequence) or isinstance(turn["tool_calls"], str):
             raise TemplateError.at(index, role, f"'tool_calls' is a {type(turn['tool_calls']).__name__}, not a list of calls")
-        turn["tool_calls"] = [_call(index, role, call) for call in turn["tool_calls"]]
+        turn["tool_calls"] = [_call(index, role, call, style.text_arguments) for call in turn["tool_calls"]]
         if not turn["tool_calls"]:
             del turn["tool_calls"]
     if role == "assistant":
-        _thought(index, turn, enable_thinking, inline_thoughts)
+        _thought(index, turn, enable_thinking, style.inline_thoughts)
+        if "tool_calls" in turn and not turn["content"]:
+            turn["content"] = style.call_content
     return turn
 
 
@@ -70,7 +124,7 @@ def _content(index: int, role: str, turn: Turn) -> Any:
         if not said:
             others = ", ".join(repr(key) for key in turn if key not in ("role", "content"))
             raise TemplateError.at(index, role, f"it has no 'content'{others and f' (but {others})'}")
-        return None if turn.get("tool_calls") else ""
+        return ""
     if isinstance(content, Sequence) and content and all(isinstance(p, Mapping) and "type" in p for p in content):
         wrong = next((p for p in content if p["type"] == "text" and not isinstance(p.get("text"), str)), None)
         if wrong is not None:
@@ -82,7 +136,7 @@ def _content(index: int, role: str, turn: Turn) -> Any:
     raise TemplateError.at(index, role, f"{what}, not a text or a list of parts with 'type'")
 
 
-def _call(index: int, role: str, call: Any) -> dict[str, Any]:
+def _call(index: int, role: str, call: Any, as_text: bool) -> dict[str, Any]:
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
         raise TemplateError.at(index, role, f"a tool call needs {{'function': {{'name', 'arguments'}}}}, not {call!r:.80}")
@@ -97,7 +151,8 @@ def _call(index: int, role: str, call: Any) -> dict[str, Any]:
     if not isinstance(arguments, Mapping) and arguments is not None:
         way = f"the arguments of tool call '{function['name']}' are no mapping: {arguments!r:.80}"
         raise TemplateError.at(index, role, way)
-    made = {**function, "arguments": dict(arguments or {})}
+    given = dict(arguments or {})
+    made = {**function, "arguments": json.dumps(given, ensure_ascii=False) if as_text else given}
     return {**call, "function": made} if "function" in call else made
 
 
@@ -110,7 +165,7 @@ def _thought(index: int, turn: Turn, enable_thinking: bool, inline: bool) -> Non
             turn["content"] = _INLINE_THOUGHT.sub("", turn["content"])
     elif thought and thought.strip():
         if inline:
-            turn["content"] = f"<think>\n{thought}\n</think>\n\n{turn['content'] or ''}"
+            turn["content"] = f"<think>\n{thought}\n</think>\n\n{turn['content']}"
         else:
             turn["reasoning_content"] = thought
 

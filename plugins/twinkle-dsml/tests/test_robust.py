@@ -110,13 +110,18 @@ ENDLESS = {
 
 @pytest.mark.parametrize("name", ENDLESS)
 def test_time_grows_with_the_length_alone(name):
+    """The best of three: in a process that holds much, a collection of garbage takes longer than a parser."""
     text = ENDLESS[name]
     kilobytes = len(text.encode()) / 1000
-    start = time.process_time()
-    with pytest.raises(BadCompletion):
-        parse_strict(text)
-    parse_lenient(text)
-    assert 1000 * (time.process_time() - start) / kilobytes < 1
+
+    def took():
+        start = time.process_time()
+        with pytest.raises(BadCompletion):
+            parse_strict(text)
+        parse_lenient(text)
+        return time.process_time() - start
+
+    assert 1000 * min(took() for _ in range(3)) / kilobytes < 1
     parser = StreamParser()
     start = time.process_time()
     for letter in text[:100_000]:

@@ -1,1 +1,1 @@
-"""The ways in which models write tool calls (L1): one a file, each with ``parse(text) -> (rest, calls)``."""
+"""The ways in which models write tool calls (L1): ``forms.py`` names them, one a file."""

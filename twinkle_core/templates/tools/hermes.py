@@ -7,35 +7,23 @@
 
 from __future__ import annotations
 
-import json
-import re
-
+from twinkle_core.templates.tools.scan import Schema, blank, call, json_at, scan
 from twinkle_core.types import ToolCall
 
-_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
+_CLOSING = "</tool_call>"
 
 
-def parse(text: str) -> tuple[str, list[ToolCall]]:
+def parse(text: str, schema: Schema) -> tuple[str, list[ToolCall]]:
     """The text without its calls, and the calls in order. What only looks like a call stays in the text."""
-    calls: list[ToolCall] = []
-    rest: list[str] = []
-    end = 0
-    for match in _CALL.finditer(text):
-        call = _call(match.group(1))
-        if call is None:
-            continue
-        rest.append(text[end : match.start()])
-        end = match.end()
-        calls.append(call)
-    return "".join([*rest, text[end:]]), calls
+    return scan(text, "<tool_call>", _read, schema)
 
 
-def _call(body: str) -> ToolCall | None:
-    try:
-        value = json.loads(body)
-    except json.JSONDecodeError:
-        return None
-    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
-        return None
-    arguments = value.get("arguments")
-    return {"type": "function", "function": {"name": value["name"], "arguments": {} if arguments is None else arguments}}
+def _read(text: str, at: int, schema: Schema) -> tuple[list[ToolCall], int]:
+    value, end = json_at(text, at)
+    if not isinstance(value, dict):
+        return [], end
+    end = blank(text, end)
+    found = call(value.get("name"), value.get("arguments", {}))
+    if found is None or not text.startswith(_CLOSING, end):
+        return [], end
+    return [found], end + len(_CLOSING)

@@ -1,4 +1,4 @@
-"""Tool calls as nested tags, as Qwen3.5 writes them (L1).
+"""Tool calls as nested tags, as Qwen3.5 and Qwen3-Coder write them (L1).
 
     <tool_call>
     <function=weather>
@@ -8,32 +8,40 @@
     </function>
     </tool_call>
 
-The form does not say a parameter's type: what reads as a JSON number, boolean, null, list or object is taken as one.
+The form does not say a parameter's type: where the tool's schema does not either, what reads as JSON is taken as that.
 """
 
 from __future__ import annotations
 
-import json
 import re
 from typing import Any
 
+from twinkle_core.templates.tools.scan import Schema, blank, call, scan, value_of
 from twinkle_core.types import ToolCall
 
-_CALL = re.compile(r"<tool_call>\s*<function=([^>\n]+)>\n?(.*?)</function>\s*</tool_call>", re.DOTALL)
-_PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
+_FUNCTION = re.compile(r"\s*<function=([^<>\n]+)>")
+_PARAMETER = re.compile(r"\s*<parameter=([^<>\n]+)>\n?")
+_CLOSED = re.compile(r"\s*</function>\s*</tool_call>")
+_END = "</parameter>"
 
 
-def parse(text: str) -> tuple[str, list[ToolCall]]:
-    """The text without its calls, and the calls in order."""
-    calls: list[ToolCall] = []
-    for match in _CALL.finditer(text):
-        arguments = {name: _value(value) for name, value in _PARAMETER.findall(match.group(2))}
-        calls.append({"type": "function", "function": {"name": match.group(1), "arguments": arguments}})
-    return _CALL.sub("", text) if calls else text, calls
+def parse(text: str, schema: Schema) -> tuple[str, list[ToolCall]]:
+    """The text without its calls, and the calls in order. What only looks like a call stays in the text."""
+    return scan(text, "<tool_call>", _read, schema)
 
 
-def _value(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError:
-        return text
+def _read(text: str, at: int, schema: Schema) -> tuple[list[ToolCall], int]:
+    function = _FUNCTION.match(text, at)
+    if function is None:
+        return [], blank(text, at)
+    name, at = function[1], function.end()
+    types = schema.get(name, {})
+    arguments: dict[str, Any] = {}
+    while (parameter := _PARAMETER.match(text, at)) is not None:
+        end = text.find(_END, parameter.end())
+        if end < 0:
+            return [], len(text)
+        arguments[parameter[1]] = value_of(text[parameter.end() : end].removesuffix("\n"), types.get(parameter[1]))
+        at = end + len(_END)
+    closed, found = _CLOSED.match(text, at), call(name, arguments)
+    return ([found], closed.end()) if closed and found else ([], blank(text, at))

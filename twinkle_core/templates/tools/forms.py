@@ -1,0 +1,36 @@
+"""The forms of tool calls by name (L1). To add one: a reader in a file of its own, and a line here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from twinkle_core.templates.tools import deepseek, glm, hermes, llama3, mistral, qwen_xml, react
+from twinkle_core.templates.tools.scan import Schema
+from twinkle_core.types import ToolCall
+
+#: name -> text to (the text without its calls, the calls)
+FORMS: dict[str, Callable[[str, Schema], tuple[str, list[ToolCall]]]] = {
+    "hermes": hermes.parse,
+    "qwen_xml": qwen_xml.parse,
+    "glm_xml": glm.parse_tagged,
+    "mistral": mistral.parse,
+    "deepseek_v3": deepseek.parse_fenced,
+    "deepseek_v31": deepseek.parse_bare,
+    "llama3": llama3.parse,
+    "glm4": glm.parse_whole,
+    "react": react.parse,
+}
+
+
+def schema_of(tools: Iterable[Any]) -> Schema:
+    """The declared types of a conversation's tools; what is declared otherwise than in JSON schema is left out."""
+    found: dict[str, dict[str, str]] = {}
+    for tool in tools:
+        function = tool.get("function", tool) if isinstance(tool, Mapping) else {}
+        parameters = function.get("parameters") if isinstance(function, Mapping) else None
+        properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
+        if isinstance(function.get("name"), str) and isinstance(properties, Mapping):
+            types = {k: v.get("type") for k, v in properties.items() if isinstance(v, Mapping)}
+            found[function["name"]] = {k: t for k, t in types.items() if isinstance(t, str)}
+    return found
