@@ -71,9 +71,10 @@ class GKDLoss(Loss):
         """See the class."""
         name, mask = type(self).__name__, labelled(type(self).__name__, inputs)
         student = floats(outputs.logits[mask])
+        # what a server gives takes the place of logits
         remote = teacher_topk_ids is not None and teacher_topk_logps is not None
         if not remote and teacher_logits is None:
-            raise MissingArgument(name, ["teacher_logits' or 'teacher_topk_ids' and 'teacher_topk_logps"])
+            raise MissingArgument(name, ["teacher_logits"])
         if remote:
             ids = per_token_vectors(name, "teacher_topk_ids", teacher_topk_ids, inputs).to(student.device).long()
             given = per_token_vectors(name, "teacher_topk_logps", teacher_topk_logps, inputs).to(student)
