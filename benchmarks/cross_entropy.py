@@ -1,15 +1,15 @@
 """What ``fused_linear_cross_entropy`` saves, against logits and ``F.cross_entropy``.
 
-512 rows of 576 numbers (SmolLM2-135M's hidden size) and 49,152 words, fp32, forward and backward, with the output layer's weight
-trained and frozen (as with LoRA), with all labels and with 90 % of them masked. The two take turns; the median of the ratios of
-neighbours is the result. Memory is the peak of what torch holds (its profiler's record of each allocation) beyond inputs and
-beyond the gradients, which both must return.
+512 rows of 576 numbers (SmolLM2-135M's hidden size) and 49,152 words, fp32, forward and backward, with the output layer's
+weight trained and frozen (as with LoRA), with all labels and with 90 % of them masked. The two take turns; the median of the
+ratios of neighbours is the result. Memory is the peak of what torch holds (its profiler's record of each allocation) beyond
+inputs and beyond the gradients, which both must return.
 
     python benchmarks/cross_entropy.py            # 9 turns, about a minute
     python benchmarks/cross_entropy.py --turns 3
 
-Exit status 1 if a bound is missed: with 90 % masked 7 times faster and 1/20 of the memory, unmasked 1.0 times and 1/5, gradients
-that differ by at most 1e-6 of their norm.
+Exit status 1 if a bound is missed: with 90 % masked 7 times faster and 1/20 of the memory, unmasked 1.0 times and 1/5,
+gradients that differ by at most 1e-6 of their norm.
 """
 
 from __future__ import annotations
@@ -81,11 +81,10 @@ def measure(masked: float, trains: bool, turns: int) -> list[str]:
         ratios.append(seconds[by_logits] / seconds[fused])
     speed, share = statistics.median(ratios), memory[fused] / memory[by_logits]
     least, most = BOUNDS[masked]
+    own, theirs = memory[fused] / 2**20, memory[by_logits] / 2**20
     name = f"{masked:.0%} masked, weight {'trained' if trains else 'frozen'}"
     print(f"{name:<28}{speed:>6.2f} x (at least {least:g}), range {min(ratios):.2f} to {max(ratios):.2f}")
-    print(
-        f"{'':<28}{share:>6.3f} of the memory (at most {most:g}): {memory[fused] / 2**20:.1f} MiB of {memory[by_logits] / 2**20:.1f}"
-    )
+    print(f"{'':<28}{share:>6.3f} of the memory (at most {most:g}): {own:.1f} of {theirs:.1f} MiB")
     print(f"{'':<28}gradients apart by {apart:.1e} (at most {SAME:g})", flush=True)
     missed = (("speed", speed < least), ("memory", share > most), ("gradients", not apart <= SAME))
     return [f"{what} ({name})" for what, bad in missed if bad]

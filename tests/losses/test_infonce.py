@@ -34,7 +34,7 @@ def plain(embeddings, sizes, t, in_batch=True, hard=None, margin=None, qq=False,
         found = [q @ d for d in negatives] + ([q @ d for d in others] if in_batch else [])
         found += [q @ g[0] for j, g in enumerate(groups) if j != i] if qq else []
         found += [p @ d for d in others] if dd else []
-        found = [s for s in found if margin is None or float(s) <= float(right) + margin]
+        found = [s for s in found if margin is None or float(s.detach()) <= float(right.detach()) + margin]
         total = total - right / t + torch.log(sum(torch.exp(s / t) for s in [right, *found]))
     return total
 
@@ -166,7 +166,8 @@ def test_in_batch_negatives_are_those_of_the_micro_batch():
     ("labels", "told"),
     [
         ([0, 1, 0], "row 0 begins no group"), ([1, 0, 1], "the group at row 2 is an anchor without a positive"),
-        ([1, 0, 2], "row 2 has 2"), ([[1, 0], [0, 0], [0, 0]], r"a row's labels are \[2\] values"), ([1, 0], "there are 2, and 3"),
+        ([1, 0, 2], "row 2 has 2"), ([[1, 0], [0, 0], [0, 0]], r"a row's labels are \[2\] values"),
+        ([1, 0], "there are 2, and 3"),
     ],
 )  # fmt: skip
 def test_labels_that_make_no_groups_are_told(labels, told):

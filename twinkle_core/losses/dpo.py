@@ -62,7 +62,7 @@ class DPOLoss(PreferenceLoss):
         self.average = loss_type == "ipo" if average is None else settings.flag(self, "average", average)
         self.required_args = frozenset(() if reference_free else {"ref_logps"})  # type: ignore[misc]
         if loss_type == "kto_pair":
-            self.scope = "batch"  # type: ignore[misc]
+            self.scope = "batch"  # type: ignore[misc, assignment]
 
     def __call__(self, inputs: InputFeature, outputs: ModelOutput, *, ref_logps: Any = None) -> LossOutput:
         """See the class."""

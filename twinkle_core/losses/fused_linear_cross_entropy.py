@@ -21,7 +21,8 @@ class FusedLinearCrossEntropyLoss(Loss):
     float16, goes the way of ``chunked_cross_entropy``. Scope ``token``.
 
     Args:
-        chunk_size: labelled tokens at a time; memory beside the gradients is about chunk_size × V × 4 bytes.
+        chunk_size: labelled tokens at a time (None: 256, or 192 where the layer trains); memory beside the gradients is about
+            chunk_size × V × 4 bytes.
         backend: ``torch`` runs on any device, ``liger`` is Liger's kernel, ``auto`` takes that on a GPU where it is installed.
     """
 
@@ -29,8 +30,8 @@ class FusedLinearCrossEntropyLoss(Loss):
     scope = "token"
     token_local = True
 
-    def __init__(self, chunk_size: int = 256, backend: str = "auto") -> None:
-        self.chunk_size = settings.count(self, "chunk_size", chunk_size)
+    def __init__(self, chunk_size: int | None = None, backend: str = "auto") -> None:
+        self.chunk_size = None if chunk_size is None else settings.count(self, "chunk_size", chunk_size)
         self.backend = settings.choice(self, "backend", backend, BACKENDS)
 
     def __call__(self, inputs: InputFeature, outputs: ModelOutput) -> LossOutput:

@@ -70,7 +70,7 @@ class InfoNCELoss(Loss):
         self.document_document = settings.flag(self, "document_document", document_document)
         self.gather = settings.flag(self, "gather", gather)
         mixes = in_batch or query_query or document_document
-        self.scope = "batch" if mixes else "group"  # type: ignore[misc]
+        self.scope = "batch" if mixes else "group"  # type: ignore[misc, assignment]
         self.collective = gather and mixes  # type: ignore[misc]
 
     def groups(self, rows: Sequence[InputFeature]) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,10 +27,10 @@ def number(
         BadLossSetting
     """
     bounds = [
-        ("at least", least, lambda x, b: x >= b),
-        ("above", above, lambda x, b: x > b),
-        ("at most", most, lambda x, b: x <= b),
-        ("less than", below, lambda x, b: x < b),
+        ("at least", least, operator.ge),
+        ("above", above, operator.gt),
+        ("at most", most, operator.le),
+        ("less than", below, operator.lt),
     ]
     asked = [(words, bound, holds) for words, bound, holds in bounds if bound is not None]
     if not is_number(value) or not math.isfinite(value) or not all(holds(value, bound) for _, bound, holds in asked):

@@ -17,7 +17,8 @@ class Speed:
     def __init__(self) -> None:
         self._last: float | None = None  # when the last window closed; outlives reset()
         self._pending: Any = 0  # tokens of the open window
-        self.reset()
+        self.tokens: Any = 0
+        self.seconds, self.windows = 0.0, 0
 
     def add(self, inputs: InputFeature) -> None:
         """Tokens of a batch, padding left out."""
@@ -47,5 +48,5 @@ class Speed:
 
     def reset(self) -> None:
         """Nothing measured; the clock goes on."""
-        self.tokens: Any = 0
+        self.tokens = 0
         self.seconds, self.windows = 0.0, 0

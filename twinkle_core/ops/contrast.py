@@ -77,7 +77,10 @@ def grouped(owner: str, inputs: Mapping[str, Any], embeddings: Tensor, negatives
     sizes = [] if nothing else sizes_of(_marks(labels.reshape(labels.shape[0], -1)))
     if not nothing and len(embeddings) != sum(sizes):
         raise BadLabels(f"there are {sum(sizes)}, and {len(embeddings)} embeddings", WANTED)
-    first, at, number, positive = [], [], [], []
+    first: list[int] = []
+    at: list[int] = []
+    number: list[int] = []
+    positive: list[int] = []
     row = 0
     for group, size in enumerate(sizes):
         kept = size if negatives is None else min(size, 2 + negatives)
@@ -86,11 +89,14 @@ def grouped(owner: str, inputs: Mapping[str, Any], embeddings: Tensor, negatives
         at += range(row + 1, row + kept)
         number += [group] * (kept - 1)
         row += size
-    index = lambda values: torch.tensor(values, dtype=torch.long, device=embeddings.device)  # noqa: E731
+
+    def index(values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.long, device=embeddings.device)
+
     return Groups(embeddings[index(first)], embeddings[index(at)], index(number), index(positive))
 
 
 def _marks(labels: Tensor) -> list[int]:
     if labels.dim() != 2 or labels.shape[1] != 1 or labels.is_floating_point():
         raise BadLabels(f"a row's labels are {list(labels.shape[1:])} values of {labels.dtype}", WANTED)
-    return labels.flatten().tolist()  # type: ignore[no-any-return]
+    return labels.flatten().tolist()

@@ -21,15 +21,18 @@ from twinkle_core.ops.token_logps import (
     cuts,
     is_plain,
     linear_logits,
+    softmax_in_place,
     token_logps,
     valid,
 )
 
+#: rows at a time through frozen weights, and where they train: fewer make matmuls slower, more take more memory
+FROZEN, TRAINED = 256, 192
 BACKENDS = ("auto", "torch", "liger")
 
 
 def linear_cross_entropy(
-    hidden: Tensor, output_layer: nn.Module, labels: Tensor, *, chunk_size: int = 256, backend: str = "auto"
+    hidden: Tensor, output_layer: nn.Module, labels: Tensor, *, chunk_size: int | None = None, backend: str = "auto"
 ) -> Tensor:
     """``- sum_t log p(y_t)`` over labels that are not -100, a scalar (float32, or float64 for such inputs).
 
@@ -37,7 +40,7 @@ def linear_cross_entropy(
         hidden: ``[..., D]``, input of the output layer.
         output_layer: a linear layer, tempered or not; any other is called itself, chunk by chunk (``token_logps``).
         labels: ``[...]``, aligned.
-        chunk_size: rows at a time.
+        chunk_size: rows at a time; default 256, or 192 where the weight trains.
         backend: one of ``BACKENDS``.
 
     Raises:
@@ -56,9 +59,10 @@ def linear_cross_entropy(
         # it does not hold the small probabilities of a large vocabulary before the loss scale is in, which is in backward
         return -token_logps(hidden, output_layer, labels, chunk_size=chunk_size)[0].sum()
     chosen = labels.reshape(-1).index_select(0, index)
+    chunk = chunk_size or (TRAINED if weight.requires_grad else FROZEN)
     if temperature == 1.0 and len(rows) and _takes_liger(backend, rows):
         return _liger(rows, weight, bias, chosen)
-    return _Fused.apply(rows, weight, bias, chosen, temperature, chunk_size)  # type: ignore[no-untyped-call,no-any-return]
+    return _Fused.apply(rows, weight, bias, chosen, temperature, chunk)  # type: ignore[no-untyped-call,no-any-return]
 
 
 def _takes_liger(backend: str, rows: Tensor) -> bool:
@@ -95,11 +99,19 @@ class _Fused(torch.autograd.Function):
         (upstream,) = grads
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
-            _, gradients = _sum_and_gradients(*ctx.saved_tensors, *ctx.settings, ctx.needs_input_grad[:3])
+            rows, weight, bias, labels = ctx.saved_tensors
+            temperature, chunk = ctx.settings
+            wanted = ctx.needs_input_grad[:3]
+            _, gradients = _sum_and_gradients(rows, weight, bias, labels, temperature, chunk, wanted)
         # of a sum that is the loss itself the factor is 1; on a device one would wait to learn that
         if upstream.device.type != "cpu" or float(upstream) != 1.0:
             gradients = [None if g is None else g.mul_(upstream) for g in gradients]
         return (*gradients, None, None, None)
+
+
+def _softmax_in_place(z: Tensor) -> Tensor:
+    """In place. On the CPU torch's own kernel reads a row before it writes it, and passes over memory once."""
+    return torch.softmax(z, 1, out=z) if z.device.type == "cpu" else softmax_in_place(z)
 
 
 def _sum_and_gradients(
@@ -110,27 +122,30 @@ def _sum_and_gradients(
     total = torch.zeros((), dtype=wide, device=rows.device)
     d_rows = torch.empty_like(rows) if wanted[0] else None
     # sums over chunks in float32, rounded to the weights' precision once
-    d_weight = torch.zeros_like(weight, dtype=wide) if wanted[1] else None
+    d_weight: Tensor | None = None  # the first chunk's, to which others are added
     d_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and wanted[2] else None
     for cut in cuts(rows.shape[0], chunk):
         y = labels[cut][:, None]
-        z = linear_logits(rows[cut], weight, bias, temperature)
+        z = linear_logits(rows[cut], weight, bias, temperature)  # of one's own: changed in place from here on
         at_label, top = z.gather(1, y), z.amax(1, keepdim=True)
-        sums = z.sub_(top).exp_().sum(1, keepdim=True)
-        total += (top + sums.log() - at_label).sum()
-        if not any(wanted):
-            continue
-        # (p - onehot): the number at the label is taken off before the division, where it is still exact
-        dz = z.scatter_add_(1, y, -sums).div_(sums if temperature == 1.0 else sums * temperature)
+        p = _softmax_in_place(z)
+        # the likeliest word has p = 1 / sum exp(z - top): from it the normaliser, whose own logarithm can't underflow
+        total += (top - p.amax(1, keepdim=True).log() - at_label).sum()
+        dz = p.scatter_add_(1, y, torch.full_like(top, -1.0))
+        dz = dz if temperature == 1.0 else dz.div_(temperature)
         if d_bias is not None:
             d_bias += dz.sum(0)
         dz = dz.to(weight.dtype)
         if d_rows is not None:
             torch.mm(dz, weight, out=d_rows[cut])
-        if d_weight is not None and d_weight.dtype == dz.dtype:
+        if wanted[1] and d_weight is None:
+            d_weight = torch.mm(dz.t(), rows[cut]).to(wide)
+        elif d_weight is not None and d_weight.dtype == dz.dtype:
             d_weight.addmm_(dz.t(), rows[cut])
         elif d_weight is not None:
             d_weight += dz.t() @ rows[cut]
-    d_weight = None if d_weight is None else d_weight.to(weight.dtype)
+        del z, p, dz  # or the next chunk's logits would come beside these
+    if wanted[1]:
+        d_weight = torch.zeros_like(weight) if d_weight is None else d_weight.to(weight.dtype)
     d_bias = None if d_bias is None or bias is None else d_bias.to(bias.dtype)
     return total, [d_rows, d_weight, d_bias]

@@ -168,12 +168,13 @@ def _statistics(
 
 
 def linear_logits(rows: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
+    """Logits of rows, at least float32, divided by the temperature: a tensor of one's own."""
     z = torch.nn.functional.linear(rows, weight, bias)
     z = z if z.dtype in (torch.float32, torch.float64) else z.float()
     return z if temperature == 1.0 else z.div_(temperature)
 
 
-def _softmax(z: Tensor) -> Tensor:
+def softmax_in_place(z: Tensor) -> Tensor:
     """In place: ``torch.softmax`` would need memory for a second chunk."""
     z.sub_(z.amax(1, keepdim=True)).exp_()
     return z.div_(z.sum(1, keepdim=True))
@@ -281,7 +282,7 @@ class _Recomputed(torch.autograd.Function):
         d_weight = torch.zeros_like(weight, dtype=wide) if ctx.needs_input_grad[1] else None
         d_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and ctx.needs_input_grad[2] else None
         for cut in cuts(rows.shape[0], chunk):
-            p = odds.clone() if odds is not None else _softmax(linear_logits(rows[cut], weight, bias, temperature))
+            p = odds.clone() if odds is not None else softmax_in_place(linear_logits(rows[cut], weight, bias, temperature))
             dz = _logits_gradient(p, labels[cut], temperature, g_logps[cut], None if g_entropies is None else g_entropies[cut])
             if d_bias is not None:
                 d_bias += dz.sum(0)
@@ -332,7 +333,7 @@ class _FromLogits(torch.autograd.Function):
             g_logps = torch.zeros_like(g_entropies)
         gradient = torch.zeros_like(logits)
         for cut in cuts(index.shape[0], chunk):
-            p = _softmax(_picked(logits, index[cut], temperature))
+            p = softmax_in_place(_picked(logits, index[cut], temperature))
             dz = _logits_gradient(p, labels[cut], temperature, g_logps[cut], None if g_entropies is None else g_entropies[cut])
             gradient.index_copy_(0, index[cut], dz.to(gradient.dtype))
         return gradient, None, None, None, None, None, None
