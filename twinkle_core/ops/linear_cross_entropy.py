@@ -53,16 +53,15 @@ def linear_cross_entropy(
     if not is_plain(layer):
         return -token_logps(hidden, output_layer, labels, chunk_size=chunk_size)[0].sum()
     index = valid(labels)
-    rows = hidden.reshape(-1, hidden.shape[-1]).index_select(0, index)
-    rows, weight, bias = compute_dtype(rows, layer.weight, layer.bias)
+    flat, weight, bias = compute_dtype(hidden.reshape(-1, hidden.shape[-1]), layer.weight, layer.bias)
     if weight.dtype == torch.float16:
         # it does not hold the small probabilities of a large vocabulary before the loss scale is in, which is in backward
         return -token_logps(hidden, output_layer, labels, chunk_size=chunk_size)[0].sum()
     chosen = labels.reshape(-1).index_select(0, index)
     chunk = chunk_size or (TRAINED if weight.requires_grad else FROZEN)
-    if temperature == 1.0 and len(rows) and _takes_liger(backend, rows):
-        return _liger(rows, weight, bias, chosen)
-    return _Fused.apply(rows, weight, bias, chosen, temperature, chunk)  # type: ignore[no-untyped-call,no-any-return]
+    if temperature == 1.0 and len(index) and _takes_liger(backend, flat):
+        return _liger(flat.index_select(0, index), weight, bias, chosen)
+    return _Fused.apply(flat, index, weight, bias, chosen, temperature, chunk)  # type: ignore[no-untyped-call,no-any-return]
 
 
 def _takes_liger(backend: str, rows: Tensor) -> bool:
@@ -82,31 +81,45 @@ def _liger(rows: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor) ->
 
 
 class _Fused(torch.autograd.Function):
-    """Gradients wait in the context, and are handed over by the first backward; a second one forms them anew."""
+    """Gradients wait in the context, and are handed over by the first backward; a second one forms them anew.
+
+    Rows are taken out of ``flat`` and put back here: autograd's backward of ``index_select`` takes as long as a matmul on a
+    CPU.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, temperature: float, chunk: int
-    ) -> Tensor:
-        wanted = ctx.needs_input_grad[:3]
-        total, gradients = _sum_and_gradients(rows, weight, bias, labels, temperature, chunk, wanted)
-        ctx.save_for_backward(rows, weight, bias, labels)
-        ctx.settings, ctx.gradients = (temperature, chunk), gradients
+        ctx: Any, flat: Tensor, index: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, temperature: float,
+        chunk: int,
+    ) -> Tensor:  # fmt: skip
+        ctx.save_for_backward(flat, index, weight, bias, labels)
+        ctx.settings = (temperature, chunk)
+        total, ctx.gradients = _Fused.computed(ctx, flat, index, weight, bias, labels)
         return total
+
+    @staticmethod
+    def computed(
+        ctx: Any, flat: Tensor, index: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor
+    ) -> tuple[Tensor, list[Tensor | None]]:
+        """The sum, and the gradients that are wanted."""
+        wanted = [ctx.needs_input_grad[i] for i in (0, 2, 3)]
+        rows = flat.index_select(0, index)
+        temperature, chunk = ctx.settings
+        total, (d_rows, *others) = _sum_and_gradients(rows, weight, bias, labels, temperature, chunk, wanted)
+        d_flat = None if d_rows is None else torch.zeros_like(flat).index_copy_(0, index, d_rows)
+        return total, [d_flat, *others]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         (upstream,) = grads
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
-            rows, weight, bias, labels = ctx.saved_tensors
-            temperature, chunk = ctx.settings
-            wanted = ctx.needs_input_grad[:3]
-            _, gradients = _sum_and_gradients(rows, weight, bias, labels, temperature, chunk, wanted)
+            _, gradients = _Fused.computed(ctx, *ctx.saved_tensors)
         # of a sum that is the loss itself the factor is 1; on a device one would wait to learn that
         if upstream.device.type != "cpu" or float(upstream) != 1.0:
             gradients = [None if g is None else g.mul_(upstream) for g in gradients]
-        return (*gradients, None, None, None)
+        d_flat, d_weight, d_bias = gradients
+        return d_flat, None, d_weight, d_bias, None, None, None
 
 
 def _softmax_in_place(z: Tensor) -> Tensor:
@@ -131,8 +144,10 @@ def _sum_and_gradients(
         p = _softmax_in_place(z)
         # the likeliest word has p = 1 / sum exp(z - top): from it the normaliser, whose own logarithm can't underflow
         total += (top - p.amax(1, keepdim=True).log() - at_label).sum()
-        dz = p.scatter_add_(1, y, torch.full_like(top, -1.0))
-        dz = dz if temperature == 1.0 else dz.div_(temperature)
+        # one number a row: scatter_add_ on the CPU takes as long as a matmul for it
+        places = torch.arange(len(p), device=p.device) * p.shape[1] + labels[cut]
+        p.view(-1).index_add_(0, places, torch.full_like(top[:, 0], -1.0))
+        dz = p if temperature == 1.0 else p.div_(temperature)
         if d_bias is not None:
             d_bias += dz.sum(0)
         dz = dz.to(weight.dtype)
