@@ -272,6 +272,14 @@ entry(
 entry(e.BadMetricResult("AcmeMetric", "NoneType"))
 entry(e.BadGroups("PairLoss", [2, 2], 5), way="Correct `groups()` of the loss, or give it rows that come in whole groups.")
 entry(e.RowsChanged("advantages", 8, 7))
+entry(
+    e.BadLossArgument(
+        "GRPOLoss",
+        "advantages",
+        "its shape is [3], the batch has 4 rows and labels [4, 128]",
+        "one number for each row, or for each token",
+    )
+)
 entry(e.BadLossSetting("CrossEntropyLoss", "label_smoothing", 1.5, "a number, at least 0 and less than 1"))
 entry(
     e.BadLossResult("AcmeLoss", "LossOutput whose sum has no graph, so there is nothing to go back through"),

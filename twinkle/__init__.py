@@ -8,6 +8,7 @@ __getattr__, __dir__, __all__ = attach(
         "DeviceGroup": "twinkle_core.mesh:DeviceGroup",
         "DeviceMesh": "twinkle_core.mesh:DeviceMesh",
         "__version__": "twinkle_core.version:__version__",
+        "advantage": "twinkle.advantage:",
         "dataloader": "twinkle.dataloader:",
         "dataset": "twinkle.dataset:",
         "get_device_placement": "twinkle_core.runtime.local:get_device_placement",

@@ -1,3 +1,4 @@
+from twinkle import advantage as advantage
 from twinkle import dataloader as dataloader
 from twinkle import dataset as dataset
 from twinkle import listener as listener

@@ -921,6 +921,13 @@ class BadLossSetting(TwinkleError, ValueError):
         super().__init__(f"{loss}({name}={value!r}): {name} must be {allowed}.")
 
 
+class BadLossArgument(TwinkleError, ValueError):
+    """An argument of a loss's call that doesn't fit the batch."""
+
+    def __init__(self, loss: str, name: str, why: str, wanted: str) -> None:
+        super().__init__(f"{loss} can't use '{name}': {why}.\n    give {wanted}")
+
+
 class BadLossResult(TwinkleError, TypeError):
     """A loss that returns something else than a loss."""
 

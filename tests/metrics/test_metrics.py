@@ -91,7 +91,7 @@ def steps(metric, count, tokens, acted=True, norm=2.0):
 
 def test_speed_counts_real_tokens_from_the_second_window_on(monkeypatch):
     clock = iter([10.0, 12.0, 16.0, 20.0, 21.0])
-    monkeypatch.setattr("twinkle_core.metrics.train.time.perf_counter", lambda: next(clock))
+    monkeypatch.setattr("twinkle_core.metrics.speed.time.perf_counter", lambda: next(clock))
     metric = TrainMetric()
     steps(metric, 1, 100)
     assert "tokens_per_second" not in metric.calculate()
@@ -108,7 +108,7 @@ def test_speed_counts_real_tokens_from_the_second_window_on(monkeypatch):
 
 def test_ranks_add_tokens_and_share_steps(monkeypatch):
     clock = iter([0.0, 0.0, 2.0, 4.0])
-    monkeypatch.setattr("twinkle_core.metrics.train.time.perf_counter", lambda: next(clock))
+    monkeypatch.setattr("twinkle_core.metrics.speed.time.perf_counter", lambda: next(clock))
     a, b = TrainMetric(), TrainMetric()
     steps(a, 1, 1)
     steps(b, 1, 1)

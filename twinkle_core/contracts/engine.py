@@ -138,6 +138,11 @@ class Engine(ABC):
         """The objects of all ranks of a mesh dimension, in rank order. Default: one rank."""
         return [obj]
 
+    def ranks(self, over: str = "dp") -> Any:
+        """The ranks of a mesh dimension as losses gather over them: a ``twinkle_core.ops.gather.Ranks``. Default, and for None:
+        one rank."""
+        return None
+
     def from_last_stage(self, x: torch.Tensor) -> torch.Tensor:
         """A value that only the last pipeline stage knows, on every stage. Default: one stage."""
         return x

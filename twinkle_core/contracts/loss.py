@@ -22,11 +22,18 @@ class Loss(ABC):
       the same gradients for N micro-batches as for one batch; a ``batch`` loss (in-batch negatives) does not, and says so.
     * ``token_local``: True where the loss of a token depends on that token's outputs alone, so that ranks that hold slices of a
       row may call it on their slices.
+    * ``required_args``: loss arguments that have a default in the signature, and with the settings of this object can't be done
+      without (reference logps, where a KL term is on). They are asked for before anything runs.
+    * ``collective``: True where its call meets the other data ranks. It then has a keyword ``ranks``, which twinkle fills in
+      (:class:`~twinkle_core.ops.gather.Ranks`), and is called on a rank without rows too, so that nobody waits in vain: with a
+      row whose labels are all -100.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"logps"})
     scope: ClassVar[Scope] = "token"
     token_local: ClassVar[bool] = False
+    required_args: ClassVar[frozenset[str]] = frozenset()
+    collective: ClassVar[bool] = False
 
     def groups(self, rows: Sequence[InputFeature]) -> list[int]:
         """Sizes of consecutive groups of rows that must stay together (pairs for DPO). Default: each row alone."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 from twinkle_core.contracts.metric import Metric, StepResult
+from twinkle_core.metrics.speed import Speed
 from twinkle_core.types import InputFeature, ModelOutput
 
 
@@ -18,26 +18,15 @@ class TrainMetric(Metric):
     """
 
     def __init__(self) -> None:
-        self._last: float | None = None  # when the last window closed; outlives reset()
-        self._pending: Any = 0  # tokens of the open window
-        self._step = self._windows = self._normed = self._skipped = self._timed = 0
-        self._lr = self._norms = self._seconds = 0.0
-        self._tokens: Any = 0
+        self._speed = Speed()
+        self._step = self._windows = self._normed = self._skipped = 0
+        self._lr = self._norms = 0.0
 
     def accumulate(self, inputs: InputFeature, outputs: ModelOutput) -> None:
-        mask = inputs.get("attention_mask")
-        if mask is not None:
-            self._pending = self._pending + mask.sum()
-        elif inputs.get("input_ids") is not None:
-            self._pending = self._pending + inputs["input_ids"].numel()
+        self._speed.add(inputs)
 
     def on_step(self, result: StepResult) -> None:
-        now = time.perf_counter()
-        if self._last is not None:
-            self._tokens = self._tokens + self._pending
-            self._seconds += now - self._last
-            self._timed += 1
-        self._last, self._pending = now, 0
+        self._speed.close()
         self._step, self._lr = result.cur_step, result.lr
         self._skipped += not result.acted
         if result.acted and result.grad_norm is not None:
@@ -48,7 +37,7 @@ class TrainMetric(Metric):
     def state(self) -> dict[str, Any]:
         return {
             "step": self._step, "lr": self._lr, "norms": self._norms, "normed": self._normed, "skipped": self._skipped,
-            "windows": self._windows, "tokens": int(self._tokens), "seconds": self._seconds, "timed": self._timed,
+            "windows": self._windows, **self._speed.state(),
         }  # fmt: skip
 
     def merge(self, state: dict[str, Any]) -> None:
@@ -56,8 +45,7 @@ class TrainMetric(Metric):
         self._step, self._lr = max(self._step, state["step"]), max(self._lr, state["lr"])
         self._norms, self._normed = self._norms + state["norms"], self._normed + state["normed"]
         self._skipped, self._windows = max(self._skipped, state["skipped"]), max(self._windows, state["windows"])
-        self._tokens = self._tokens + state["tokens"]
-        self._seconds, self._timed = max(self._seconds, state["seconds"]), max(self._timed, state["timed"])
+        self._speed.merge(state)
 
     def calculate(self) -> dict[str, float]:
         if not self._windows:
@@ -67,12 +55,12 @@ class TrainMetric(Metric):
             numbers["grad_norm"] = self._norms / self._normed
         if self._skipped:
             numbers["skipped"] = self._skipped
-        if self._timed and self._seconds > 0:
-            numbers["tokens_per_second"] = int(self._tokens) / self._seconds
-            numbers["seconds_per_step"] = self._seconds / self._timed
+        if self._speed.windows and self._speed.seconds > 0:
+            numbers["tokens_per_second"] = int(self._speed.tokens) / self._speed.seconds
+            numbers["seconds_per_step"] = self._speed.seconds / self._speed.windows
         return numbers
 
     def reset(self) -> None:
-        self._step = self._windows = self._normed = self._skipped = self._timed = 0
-        self._lr = self._norms = self._seconds = 0.0
-        self._tokens = 0
+        self._speed.reset()
+        self._step = self._windows = self._normed = self._skipped = 0
+        self._lr = self._norms = 0.0

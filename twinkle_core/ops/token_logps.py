@@ -92,13 +92,13 @@ def token_logps(
     if isinstance(output_layer, Tempered):
         temperature *= output_layer.temperature
         output_layer = output_layer.layer
-    flat, index = hidden.reshape(-1, hidden.shape[-1]), _valid(labels)
+    flat, index = hidden.reshape(-1, hidden.shape[-1]), valid(labels)
     rows = flat.index_select(0, index)
     chosen = labels.reshape(-1).index_select(0, index)
-    if not _is_plain(output_layer):
+    if not is_plain(output_layer):
         chunk = chunk_size or _chunk_rows(getattr(output_layer, "out_features", 2**17))
         return _scatter(labels, index, *_through_module(rows, output_layer, chosen, temperature, entropies, predictions, chunk))
-    rows, weight, bias = _compute_dtype(rows, output_layer.weight, output_layer.bias)
+    rows, weight, bias = compute_dtype(rows, output_layer.weight, output_layer.bias)
     chunk = chunk_size or _chunk_rows(weight.shape[0])
     graph = torch.is_grad_enabled()
     trains = graph and (weight.requires_grad or (bias is not None and bias.requires_grad))
@@ -133,7 +133,7 @@ def logps_from_logits(
     """
     check_labels(labels, logits.shape[:-1])
     chunk = chunk_size or _chunk_rows(logits.shape[-1])
-    flat, index = logits.reshape(-1, logits.shape[-1]), _valid(labels)
+    flat, index = logits.reshape(-1, logits.shape[-1]), valid(labels)
     chosen = labels.reshape(-1).index_select(0, index)
     logps, entropy, guess = _FromLogits.apply(  # type: ignore[no-untyped-call]
         flat, index, chosen, temperature, entropies, predictions, chunk
@@ -167,13 +167,14 @@ def _statistics(
     return logps, total, entropy, guess
 
 
-def _logits(rows: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
+def linear_logits(rows: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
+    """Logits of rows, at least float32, divided by the temperature: a tensor of one's own."""
     z = torch.nn.functional.linear(rows, weight, bias)
     z = z if z.dtype in (torch.float32, torch.float64) else z.float()
     return z if temperature == 1.0 else z.div_(temperature)
 
 
-def _softmax(z: Tensor) -> Tensor:
+def softmax_in_place(z: Tensor) -> Tensor:
     """In place: ``torch.softmax`` would need memory for a second chunk."""
     z.sub_(z.amax(1, keepdim=True)).exp_()
     return z.div_(z.sum(1, keepdim=True))
@@ -208,9 +209,9 @@ class _Frozen(torch.autograd.Function):
         found: list[list[Any]] = [[], [], []]
         gradient = torch.empty_like(rows) if through else None
         factors = []
-        for cut in _cuts(rows.shape[0], chunk):
+        for cut in cuts(rows.shape[0], chunk):
             y = labels[cut]
-            z = _logits(rows[cut], weight, bias, temperature)
+            z = linear_logits(rows[cut], weight, bias, temperature)
             logps, total, entropy, guess = _statistics(z, y, entropies, predictions)
             for kept, value in zip(found, (logps, entropy, guess), strict=True):
                 kept.append(value)
@@ -251,8 +252,8 @@ class _Recomputed(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
         found: list[list[Any]] = [[], [], []]
         odds = total = None
-        for cut in _cuts(rows.shape[0], chunk):
-            z = _logits(rows[cut], weight, bias, temperature)
+        for cut in cuts(rows.shape[0], chunk):
+            z = linear_logits(rows[cut], weight, bias, temperature)
             logps, total, entropy, guess = _statistics(z, labels[cut], entropies, predictions)
             odds = z.div_(total) if rows.shape[0] <= chunk and any(ctx.needs_input_grad) else None
             for kept, value in zip(found, (logps, entropy, guess), strict=True):
@@ -280,8 +281,8 @@ class _Recomputed(torch.autograd.Function):
         wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
         d_weight = torch.zeros_like(weight, dtype=wide) if ctx.needs_input_grad[1] else None
         d_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and ctx.needs_input_grad[2] else None
-        for cut in _cuts(rows.shape[0], chunk):
-            p = odds.clone() if odds is not None else _softmax(_logits(rows[cut], weight, bias, temperature))
+        for cut in cuts(rows.shape[0], chunk):
+            p = odds.clone() if odds is not None else softmax_in_place(linear_logits(rows[cut], weight, bias, temperature))
             dz = _logits_gradient(p, labels[cut], temperature, g_logps[cut], None if g_entropies is None else g_entropies[cut])
             if d_bias is not None:
                 d_bias += dz.sum(0)
@@ -307,7 +308,7 @@ class _FromLogits(torch.autograd.Function):
         chunk: int,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
         found: list[list[Any]] = [[], [], []]
-        for cut in _cuts(index.shape[0], chunk):
+        for cut in cuts(index.shape[0], chunk):
             z = _picked(logits, index[cut], temperature)
             logps, _, entropy, guess = _statistics(z, labels[cut], entropies, predictions)
             for kept, value in zip(found, (logps, entropy, guess), strict=True):
@@ -331,8 +332,8 @@ class _FromLogits(torch.autograd.Function):
         if g_logps is None:
             g_logps = torch.zeros_like(g_entropies)
         gradient = torch.zeros_like(logits)
-        for cut in _cuts(index.shape[0], chunk):
-            p = _softmax(_picked(logits, index[cut], temperature))
+        for cut in cuts(index.shape[0], chunk):
+            p = softmax_in_place(_picked(logits, index[cut], temperature))
             dz = _logits_gradient(p, labels[cut], temperature, g_logps[cut], None if g_entropies is None else g_entropies[cut])
             gradient.index_copy_(0, index[cut], dz.to(gradient.dtype))
         return gradient, None, None, None, None, None, None
@@ -359,8 +360,8 @@ def _through_module(
     if torch.is_grad_enabled():
         call = lambda part, y: checkpoint(one, part, y, use_reentrant=False)  # noqa: E731
     # without a row the layer is still called, so that its parameters are in the graph on every rank
-    cuts = list(_cuts(rows.shape[0], chunk)) or [slice(0, 0)]
-    found = [call(rows[cut], labels[cut]) for cut in cuts]
+    pieces = list(cuts(rows.shape[0], chunk)) or [slice(0, 0)]
+    found = [call(rows[cut], labels[cut]) for cut in pieces]
     logps = torch.cat([f[0] for f in found])
     entropy = torch.cat([f[1] for f in found if f[1] is not None]) if entropies else None
     guess = torch.cat([f[2] for f in found if f[2] is not None]) if predictions else None
@@ -370,7 +371,7 @@ def _through_module(
 # ---------------------------------------------------------------------------------------------------- helpers
 
 
-def _valid(labels: Tensor) -> Tensor:
+def valid(labels: Tensor) -> Tensor:
     """Positions of flattened labels that are not -100. Waits for the device: how many there are sets the sizes."""
     return (labels.reshape(-1) != IGNORE_INDEX).nonzero().squeeze(1)
 
@@ -379,7 +380,7 @@ def _chunk_rows(vocabulary: int) -> int:
     return max(CHUNK_ROWS, CHUNK_ELEMENTS // vocabulary)
 
 
-def _cuts(count: int, chunk: int) -> Iterator[slice]:
+def cuts(count: int, chunk: int) -> Iterator[slice]:
     """Chunks of at most ``chunk`` rows, as even as they can be: a small rest would cost as much as a large one."""
     pieces = -(-count // chunk)
     return (slice(i * count // pieces, (i + 1) * count // pieces) for i in range(pieces))
@@ -412,14 +413,14 @@ def _scatter(labels: Tensor, index: Tensor, logps: Tensor, entropy: Tensor | Non
     )
 
 
-def _is_plain(layer: nn.Module) -> TypeGuard[nn.Linear]:
+def is_plain(layer: nn.Module) -> TypeGuard[nn.Linear]:
     """Whether a layer is nothing but ``x W^T + b``: no subclass, hook, parametrisation or sharding."""
     if type(layer) is not nn.Linear or layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer):
         return False
     return type(layer.weight) in (nn.Parameter, Tensor)
 
 
-def _compute_dtype(rows: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+def compute_dtype(rows: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
     """What autocast would do to a linear layer; here, because a custom function computes beyond its reach."""
     kind = rows.device.type
     if not torch.is_autocast_enabled(kind) or rows.dtype == torch.float64:

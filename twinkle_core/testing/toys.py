@@ -77,3 +77,16 @@ def random_rows(lengths: Sequence[int], vocabulary: int = 11, seed: int = 0, mas
         labels[-1] = int(ids[0])
         rows.append(row(labels.tolist(), ids.tolist()))
     return rows
+
+
+def logps_like(rows: Sequence[InputFeature], seed: int = 0) -> list[list[float]]:
+    """Logps as another model might give them, one list a row: somewhat below and above log 1/11, the least sure."""
+    generator = torch.Generator().manual_seed(seed)
+    return [(-2.4 + 0.5 * torch.randn(len(r["input_ids"]), generator=generator)).tolist() for r in rows]
+
+
+def contrast_rows(sizes: Sequence[int], seed: int = 0) -> list[InputFeature]:
+    """Groups of an anchor, a positive and negatives: one label a row, 1 where a group begins."""
+    rows = random_rows([2 + (3 * i) % 5 for i in range(sum(sizes))], seed=seed)
+    starts = {sum(sizes[:i]) for i in range(len(sizes))}
+    return [{**row, "labels": int(i in starts)} for i, row in enumerate(rows)]

@@ -101,9 +101,9 @@ class ForwardVerbs(Sessions):
 
         def keep(batch: Batch, output: ModelOutput) -> LossOutput:
             """Not a loss: takes the output, gives back nothing to go back through."""
+            value = losses.call(loss, batch, output, ranks=self.engine.ranks()) if wants_loss else None
             if batch.dummy:
                 return LossOutput(torch.zeros(()), 0.0)
-            value = losses.call(loss, batch, output) if wants_loss else None
             self._measure(metrics, batch, output, value)
             parts.append((batch.inputs, output))
             kept = ModelOutput({k: v for k, v in output.items() if k in loss.needs or k == "output_layer"})
@@ -223,7 +223,7 @@ class ForwardVerbs(Sessions):
             with self._or_drop(session) as progress:
 
                 def loss_fn(batch: Batch, output: ModelOutput) -> LossOutput:
-                    value = losses.call(loss, batch, output, train=not batch.dummy)
+                    value = losses.call(loss, batch, output, train=not batch.dummy, ranks=self.engine.ranks())
                     held = losses.detached(value)
                     if not batch.dummy:
                         self._measure(at_once, batch, output, held)
@@ -286,7 +286,8 @@ class ForwardVerbs(Sessions):
             args = micro.cut_args(loss_args, at, rows, self.engine.device)
             batch = Batch(part.batch.inputs, part.batch.rows, args, part.batch.dummy)
             with self.adapters.activate(part.active), self.engine.mode(part.train):
-                part.loss = losses.call(loss, batch, part.output, train=part.train and not part.batch.dummy)
+                train, ranks = part.train and not part.batch.dummy, self.engine.ranks()
+                part.loss = losses.call(loss, batch, part.output, train=train, ranks=ranks)
 
     def _check_trained(self, session: Session) -> None:
         """Raise if a backward would make no gradient, or one that the session's optimizer has never heard of."""

@@ -13,7 +13,15 @@ from twinkle_core import arguments
 from twinkle_core.contracts.engine import Batch
 from twinkle_core.contracts.loss import Loss
 from twinkle_core.contracts.metric import Metric
-from twinkle_core.errors import BadLossResult, BadNeeds, LabelsMissing, NotDeclared, TwinkleError
+from twinkle_core.errors import (
+    BadLossResult,
+    BadNeeds,
+    LabelsMissing,
+    MissingArgument,
+    NotDeclared,
+    ReservedArgument,
+    TwinkleError,
+)
 from twinkle_core.names import closest
 from twinkle_core.train import normalise
 from twinkle_core.train.limits import is_number
@@ -95,8 +103,13 @@ def _target(loss: Loss) -> Callable[..., Any]:
 
 
 def check_args(loss: Loss, loss_args: Mapping[str, Any]) -> None:
-    """Raise WrongArgument or MissingArgument before anything runs."""
+    """Raise WrongArgument, ReservedArgument or MissingArgument before anything runs."""
+    if loss.collective and "ranks" in loss_args:
+        raise ReservedArgument(name_of(loss), "ranks")
     arguments.check(_target(loss), loss_args, name_of(loss), positional=2, complete=True)
+    missing = sorted(name for name in loss.required_args if loss_args.get(name) is None)
+    if missing:
+        raise MissingArgument(name_of(loss), missing)
 
 
 def check_needs(owner: str, needs: Any, known: frozenset[str]) -> None:
@@ -109,6 +122,8 @@ def check_needs(owner: str, needs: Any, known: frozenset[str]) -> None:
 
 def complete_without_args(loss: Loss) -> bool:
     """Whether a loss can be called with inputs and outputs alone."""
+    if loss.required_args:
+        return False
     try:
         parameters = list(inspect.signature(_target(loss)).parameters.values())[2:]
     except (ValueError, TypeError):
@@ -145,20 +160,22 @@ def has_labels(rows: Any) -> bool:
     return all(row.get("labels") is not None for row in ([rows] if isinstance(rows, Mapping) else rows))
 
 
-def call(loss: Loss, batch: Batch, output: ModelOutput, *, train: bool = False) -> LossOutput:
+def call(loss: Loss, batch: Batch, output: ModelOutput, *, train: bool = False, ranks: Any = None) -> LossOutput:
     """The loss of one micro-batch, checked. The stand-in of a rank without rows has weight 0 and still a graph.
 
     Args:
         train: a backward follows, so it must have a graph.
+        ranks: for a ``collective`` loss: the data ranks that it meets.
 
     Raises:
         BadLossResult. NotDeclared: it failed after it had read an output that is not among its ``needs``.
     """
-    if batch.dummy:
+    if batch.dummy and not loss.collective:
         return LossOutput(_zero(output), 0.0)
     seen = _Asked(output)
+    own = {"ranks": ranks} if loss.collective else {}
     try:
-        result: Any = loss(batch.inputs, seen, **batch.loss_args)
+        result: Any = loss(batch.inputs, seen, **batch.loss_args, **own)
     except TwinkleError:
         raise
     except _WITHOUT as error:

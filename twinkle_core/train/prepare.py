@@ -116,6 +116,33 @@ def cuts(rows: Rows, loss: Loss | None, micro_batch_size: int | None) -> list[ra
     return micro.plan(micro.group_sizes(loss, rows), micro_batch_size)
 
 
+def fit_args(
+    args: Mapping[str, Any], rows: Rows, cut: range, inputs: Mapping[str, Any], processor: Processor
+) -> dict[str, Any]:
+    """Loss arguments with one number for each token of all rows, as an output of ``forward_only`` over them is, made as wide
+    as one micro-batch: a part of the rows may be padded to fewer tokens, and packed rows are a part of the sequence.
+
+    Args:
+        inputs: the collated micro-batch of the rows in ``cut``.
+    """
+    width = inputs["labels"].shape[1] if getattr(inputs.get("labels"), "ndim", 0) > 1 else None
+    whole = isinstance(rows, Mapping) and not micro.is_packed(rows)  # and so as wide as its parts
+    if width is None or whole or not any(getattr(value, "ndim", 0) > 1 for value in args.values()):
+        return dict(args)
+    lengths = list(rows["seq_lens"]) if isinstance(rows, Mapping) else [len(row["input_ids"]) for row in rows]
+    start, total = sum(lengths[: cut.start]), sum(lengths)
+    left = getattr(processor, "padding_side", "right") == "left"
+    fitted = dict(args)
+    for key, value in args.items():
+        if getattr(value, "ndim", 0) < 2:
+            continue
+        if micro.is_packed(inputs) and value.shape[0] == 1 and value.shape[1] == total:
+            fitted[key] = value[:, start : start + width]
+        elif not micro.is_packed(inputs) and value.shape[0] == len(lengths) and value.shape[1] > width:
+            fitted[key] = value[:, value.shape[1] - width :] if left else value[:, :width]
+    return fitted
+
+
 def prepare(
     rows: Rows,
     *,
@@ -151,7 +178,8 @@ def prepare(
             inputs = processor.collate(rows[cut.start : cut.stop])
         check_batch(inputs, loss)
         inputs = with_wide_ids(inputs)
-        batches.append(Batch(to_device(inputs, device), cut, micro.cut_args(args, cut, count, device)))
+        fitted = fit_args(args, rows, cut, inputs, processor)
+        batches.append(Batch(to_device(inputs, device), cut, micro.cut_args(fitted, cut, count, device)))
     like = None if isinstance(rows, Mapping) or not rows else rows[0]
     for _ in range(len(batches), at_least):
         batches.append(Batch(to_device(processor.collate([dummy_row(like)]), device), range(0), {}, dummy=True))

@@ -34,10 +34,12 @@ class MetricSuite(Suite):
     Class attributes:
 
     * ``tolerance``: relative, of numbers that are gathered in another order; by default 1e-6.
+    * ``group``: rows that belong together (2 for pairs): batches are cut at its multiples alone. Give at least 4 groups.
     * ``by_the_clock``: numbers of ``calculate`` that depend on the time (tokens a second); they are not compared.
     """
 
     kind: ClassVar[str] = "metric"
+    group: ClassVar[int] = 1
     by_the_clock: ClassVar[frozenset[str]] = frozenset()
     tolerance: ClassVar[float] = 1e-6
 
@@ -65,7 +67,7 @@ class MetricSuite(Suite):
 
     def test_two_accumulations_are_one(self, metric: Any, rows: Any, outputs: Any) -> None:
         """Batches of different sizes one after the other give what they give as one batch."""
-        cut = 1
+        cut = self.group
         apart = self._after(metric, [[rows[:cut], rows[cut:]]], outputs)
         whole = self._after(metric, [[rows]], outputs)
         assert whole, (
@@ -80,7 +82,7 @@ class MetricSuite(Suite):
 
     def test_numbers_are_numbers(self, metric: Any, rows: Any, outputs: Any) -> None:
         """``calculate`` gives name -> a finite number, the same when asked again."""
-        numbers = self._after(metric, [[rows], [rows[:2]]], outputs, keep=(kept := copy.deepcopy(metric)))
+        numbers = self._after(metric, [[rows], [rows[: 2 * self.group]]], outputs, keep=(kept := copy.deepcopy(metric)))
         for name, value in numbers.items():
             good = isinstance(name, str) and isinstance(value, int | float) and math.isfinite(value)
             assert good, (
@@ -90,7 +92,7 @@ class MetricSuite(Suite):
 
     def test_nothing_labelled_is_no_number(self, metric: Any, rows: Any, outputs: Any) -> None:
         """A batch in which every label is -100 neither fails nor leaves a NaN."""
-        silent: list[Any] = [{**row, "labels": [IGNORE_INDEX] * len(row["labels"])} for row in rows]
+        silent: list[Any] = [{**row, "labels": [IGNORE_INDEX] * len(row["input_ids"])} for row in rows]
         alone = self._after(metric, [[silent]], outputs)
         bad = sorted(name for name, value in alone.items() if not math.isfinite(value))
         assert not bad, (
@@ -138,7 +140,7 @@ class MetricSuite(Suite):
 
     def test_reset_forgets_everything(self, metric: Any, rows: Any, outputs: Any) -> None:
         """After ``reset`` the window is empty, and the next one is as if it were the first."""
-        fresh = self._after(metric, [[rows[:2]]], outputs)
+        fresh = self._after(metric, [[rows[: 2 * self.group]]], outputs)
         used = copy.deepcopy(metric)
         self._after(metric, [[rows], [rows]], outputs, keep=used)
         used.reset()
@@ -147,7 +149,7 @@ class MetricSuite(Suite):
             f"after reset() there is {left!r}; set everything that accumulate(), on_step() and merge() add to, anew"
         )
         self._same(
-            self._after(used, [[rows[:2]]], outputs),
+            self._after(used, [[rows[: 2 * self.group]]], outputs),
             fresh,
             "after reset() the next window is not what a new metric gives: something of the last one is left",
         )
@@ -156,7 +158,7 @@ class MetricSuite(Suite):
 
     def test_ranks_merge_into_one(self, metric: Any, rows: Any, outputs: Any) -> None:
         """The states of ranks with different numbers of rows, merged, are what one rank with all rows gives."""
-        cut = 2
+        cut = 2 * self.group
         parts = self._ranks(metric, [rows[:cut], rows[cut:]], outputs)
         parts[0].merge(_travelled(parts[1].state()))
         self._same(
@@ -167,7 +169,7 @@ class MetricSuite(Suite):
 
     def test_merging_is_associative(self, metric: Any, rows: Any, outputs: Any) -> None:
         """(a + b) + c = a + (b + c), in whatever order ranks meet; and c + b + a too."""
-        parts = [rows[:1], rows[1:3], rows[3:]]
+        parts = [rows[: self.group], rows[self.group : 3 * self.group], rows[3 * self.group :]]
         a, b, c = self._ranks(metric, parts, outputs)
         a.merge(_travelled(b.state()))
         a.merge(_travelled(c.state()))
@@ -279,6 +281,11 @@ class MetricSuite(Suite):
 def _outputs(inputs: InputFeature, needs: Any) -> ModelOutput:
     """The fields in ``needs``, and a loss with numbers of its own, as in training: cross entropy of the batch."""
     model = tiny_lm()
+    if inputs["labels"].shape != inputs["input_ids"].shape:  # one label a row: no cross entropy
+        rows = len(inputs["labels"])
+        output = outputs_of(model, inputs, needs)
+        output.loss, output.num_items, output["loss_metrics"] = torch.tensor(0.5), rows, {"own": (torch.tensor(1.0), rows)}
+        return output
     output = outputs_of(model, inputs, {*needs, "logps"})
     items = int((inputs["labels"] != IGNORE_INDEX).sum())
     total = -output.logps.detach().sum()

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from twinkle_core.contracts.engine import Batch
 from twinkle_core.errors import NotComputed, UnknownOption
 from twinkle_core.mesh import DeviceMesh
+from twinkle_core.ops.gather import Ranks
 from twinkle_core.ops.token_logps import Tempered, token_logps
 from twinkle_core.train.loop_engine import LoopEngine
 from twinkle_core.types import ModelOutput
@@ -66,6 +67,10 @@ class ToyEngine(LoopEngine):
         if not self.alone:
             dist.all_gather_object(found, obj)
         return found
+
+    def ranks(self, over: str = "dp") -> Any:
+        """A loss that compares rows of all ranks gathers with it."""
+        return None if self.alone else Ranks()
 
     def finish_grads(self, optimizer: torch.optim.Optimizer, scale: torch.Tensor | float) -> bool:
         """The window has closed: sum its gradients over ranks (each rank holds sums over its own tokens), then as ever.
