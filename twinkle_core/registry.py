@@ -219,7 +219,7 @@ class Registry:
         """
         kind = kind_of(kind)
         if _plain(spec):
-            raise WrongType(f"a {kind}", "spec", spec, "a name, a class, a function or an object of a class")
+            raise WrongType("registry.resolve", kind, spec, "a name, a class, a function or an object of a class")
         if not isinstance(spec, str):
             return spec
         if self._frozen is None and ":" in spec:

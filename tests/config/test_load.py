@@ -136,9 +136,7 @@ def test_an_unknown_option_is_told_as_it_was_written(write):
 
 
 def test_a_wrong_value_of_an_option_names_the_option_not_the_line(write):
-    assert "--training.max_steps: training.max_steps: must be a valid integer, not 'x'" in _told(
-        write, SMALL, ["--training.max_steps", "x"]
-    )
+    assert "    --training.max_steps: must be a valid integer, not 'x'" in _told(write, SMALL, ["--training.max_steps", "x"])
 
 
 def test_the_schema_is_json_and_knows_every_key():

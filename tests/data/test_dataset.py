@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from twinkle_core.contracts.template import Template
 from twinkle_core.data.dataset import Dataset, DatasetMeta, LazyDataset
 from twinkle_core.data.streaming import IterableDataset
-from twinkle_core.errors import BareId, DataError, NeedsLibrary, NoSuchPath, UnknownName, WrongArgument
+from twinkle_core.errors import BareId, DataError, NeedsLibrary, NoSuchPath, UnknownName, WrongArgument, WrongType
 from twinkle_core.templates.chat import ChatTemplate
 from twinkle_core.testing.tokenizers import chatml_tokenizer, toy_t_tokenizer
 
@@ -499,7 +499,7 @@ def test_rows_that_are_no_json_are_told():
 )
 def test_keys_that_are_no_texts_are_told_with_their_row(row):
     """JSON would make texts of them in silence."""
-    with pytest.raises(DataError, match=r"a data set, row 1: its key .* is a .*keys are texts"):
+    with pytest.raises(DataError, match=r"a data set, row 1: its key .* is of type .*keys are texts"):
         Dataset([{"a": 1}, row])
     with pytest.raises(DataError, match=r"row 1: its key"):
         Dataset([{"a": 0}, {"a": 1}]).map(lambda given: row if given["a"] else given)
@@ -537,7 +537,7 @@ def test_what_cant_be_called_is_told(kind):
     for wrong in (5, {"a": 1}):
         with pytest.raises(DataError, match="give rows"):
             kind(wrong)
-    with pytest.raises(DataError, match="preprocessor=5"):
+    with pytest.raises(WrongType, match="preprocessor=5"):
         kind([{"a": 1}]).map(5)
     with pytest.raises(DataError, match="function='x'"):
         kind([{"a": 1}]).filter("x")

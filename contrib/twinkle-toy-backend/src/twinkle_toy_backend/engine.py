@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ class ToyEngine(LoopEngine):
         self.alone = self.mesh.world_size == 1
         if not self.alone and not dist.is_initialized():
             dist.init_process_group("gloo")  # by torchrun's environment
+            atexit.register(_leave)
 
     def forward(
         self, batch: Batch, needs: frozenset[str], *, train: bool, temperature: float = 1.0, task: str = "causal_lm"
@@ -84,3 +86,9 @@ class ToyEngine(LoopEngine):
                 p.grad = torch.zeros_like(p) if p.grad is None else p.grad
                 dist.all_reduce(p.grad)
         return super().finish_grads(optimizer, scale)
+
+
+def _leave() -> None:
+    """Threads of a process group that is left open can abort a process that has done its work."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
