@@ -215,7 +215,8 @@ class MetricSuite(Suite):
     def test_its_state_outlives_a_reset(self, metric: Any, rows: Any, outputs: Any) -> None:
         """As ``calculate_metric`` does, on one rank too: take the state, reset, merge it again, calculate. Then the next."""
         used = copy.deepcopy(metric)
-        for window in ([[rows[:2], rows[2:]]], [[rows[1:]]]):
+        cut = self.group
+        for window in ([[rows[: 2 * cut], rows[2 * cut :]]], [[rows[cut:]]]):
             self._feed(used, window, outputs)
             state = used.state()
             used.reset()
