@@ -8,6 +8,7 @@ from __future__ import annotations
 import datetime
 import importlib
 import importlib.util
+import os
 import subprocess
 import sys
 import tempfile
@@ -154,3 +155,6 @@ def main(home: str, rank: int) -> None:
 
 if __name__ == "__main__":
     main(sys.argv[1], int(sys.argv[2]))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # all is written; threads of torch's now and then abort a process while its interpreter ends
