@@ -25,7 +25,7 @@ class Loss(ABC):
     * ``required_args``: loss arguments that have a default in the signature, and with the settings of this object can't be done
       without (reference logps, where a KL term is on). They are asked for before anything runs.
     * ``collective``: True where its call meets the other data ranks. It then has a keyword ``ranks``, which twinkle fills in
-      (:class:`~twinkle_core.ops.gather.Ranks`), and is called on a rank without rows too, so that nobody waits in vain: with a
+      (``twinkle_core.ops.gather.Ranks``), and is called on a rank without rows too, so that nobody waits in vain: with a
       row whose labels are all -100.
     """
 
