@@ -1,4 +1,4 @@
-"""One example of every text in twinkle_core/errors.py, with what a reader needs beside it. Read by tools/generate_errors.py.
+"""One example of every text in twinkle_core/errors, with what a reader needs beside it. Read by tools/generate_errors.py.
 
 ``entry(example, ...)`` for each exception class: the examples (all of one class), ``why`` it is raised where the class's own
 line does not say enough, and ``way`` out where the text itself does not show one.

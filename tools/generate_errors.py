@@ -1,4 +1,4 @@
-"""Write docs/errors.md: every class of twinkle_core/errors.py with its texts, in the order and the rooms of that file.
+"""Write docs/errors.md: every class of twinkle_core/errors with its texts, room by room.
 
 ``python tools/generate_errors.py`` writes it; ``--check`` only says whether it is stale. The texts are those of real
 exceptions (tools/error_examples.py), so the page can't say anything else than what a user reads.
@@ -13,7 +13,20 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 TARGET = ROOT / "docs" / "errors.md"
-SOURCE = ROOT / "twinkle_core" / "errors.py"
+SOURCE = ROOT / "twinkle_core" / "errors"
+#: file -> the heading of its classes, in the order of the page
+ROOMS = {
+    "names": "Names and plugins",
+    "meshes": "Meshes and runtimes",
+    "data": "Hubs and data",
+    "templates": "Templates and processors",
+    "training": "Training",
+    "adapters": "Adapters",
+    "checkpoints": "Checkpoints",
+    "backends": "Backends",
+    "command": "The command line",
+    "configuration": "Configuration files",
+}
 HEAD = """# Errors
 
 <!-- Generated: python tools/generate_errors.py -->
@@ -28,15 +41,11 @@ This page has a heading for each class and an example of each of its texts. The 
 
 
 def rooms() -> dict[str, list[str]]:
-    """Room -> names of its classes, from the rules and class lines of errors.py."""
-    found: dict[str, list[str]] = {}
-    room = ""
-    for line in SOURCE.read_text("utf-8").splitlines():
-        if rule := re.fullmatch(r"# -{20,} (.+)", line):
-            room = rule[1]
-        elif room and (head := re.match(r"class (\w+)\(", line)):
-            found.setdefault(room, []).append(head[1])
-    return found
+    """Heading -> names of the classes, as they stand in the file."""
+    files = {path.stem for path in SOURCE.glob("*.py")} - {"__init__", "base"}
+    assert files == set(ROOMS), f"ROOMS and {SOURCE} differ by {sorted(files ^ set(ROOMS))}"
+    source = {room: (SOURCE / f"{room}.py").read_text("utf-8") for room in ROOMS}
+    return {ROOMS[room]: re.findall(r"^class (\w+)\(", text, re.M) for room, text in source.items()}
 
 
 def section(name: str) -> str:
@@ -62,7 +71,7 @@ def page() -> str:
     """The whole page."""
     parts = [HEAD.rstrip()]
     for room, names in rooms().items():
-        parts.append(f"## {room[0].upper()}{room[1:]}")
+        parts.append(f"## {room}")
         parts += [section(name) for name in names]
     return "\n\n".join(parts).replace("\0", "\\0").encode("utf-8", "backslashreplace").decode("utf-8") + "\n"
 

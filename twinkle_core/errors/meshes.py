@@ -1,0 +1,54 @@
+"""Errors of meshes and runtimes (L0)."""
+
+from __future__ import annotations
+
+from twinkle_core.errors.base import TwinkleError
+
+
+class BadMesh(TwinkleError, ValueError):
+    """Sizes of a mesh, or of a group, that can't be."""
+
+    @classmethod
+    def size(cls, name: str, value: object) -> BadMesh:
+        return cls(f"{name}={value!r} is not a size; give a whole number from 1 up, or leave it out.")
+
+    @classmethod
+    def product(cls, sizes: dict[str, int], world_size: int) -> BadMesh:
+        used = {name: size for name, size in sizes.items() if size > 1} or {"dp": 1}
+        product = 1
+        for size in used.values():
+            product *= size
+        sum_ = " × ".join(f"{name}_size {size}" for name, size in used.items())
+        return cls(
+            f"{sum_} = {product}, which does not fit a world size of {world_size}.\n"
+            f"    Start {product} processes, or give sizes whose product is {world_size}."
+        )
+
+    @classmethod
+    def divides(cls, name: str, value: int, of: str, total: int) -> BadMesh:
+        return cls(f"{name} = {value} must divide {of} = {total}; {total} / {value} = {total / value:.4g}.")
+
+    @classmethod
+    def rank(cls, rank: int, world_size: int) -> BadMesh:
+        return cls(f"rank {rank} is outside a mesh of {world_size} (0 … {world_size - 1}).")
+
+    @classmethod
+    def group(cls, field: str, value: object, way: str) -> BadMesh:
+        return cls(f"DeviceGroup({field}={value!r}): {way}.")
+
+
+class RankFailed(TwinkleError, RuntimeError):
+    """One of several processes that work together ended badly; the others were ended too."""
+
+    def __init__(self, rank: int, world_size: int, what: str, output: str) -> None:
+        lines = "".join(f"\n    {line}" for line in output.strip().splitlines()[-20:])
+        super().__init__(f"rank {rank} of {world_size} {what}:{lines or ' it wrote nothing'}")
+
+
+class AlreadyInitialized(TwinkleError, RuntimeError):
+    """``initialize`` was called twice with different arguments."""
+
+    def __init__(self, first: dict[str, object], second: dict[str, object]) -> None:
+        different = [name for name in second if first.get(name) != second[name]]
+        lines = "".join(f"\n    {name}: {first.get(name)!r} before, {second[name]!r} now" for name in different)
+        super().__init__(f"twinkle.initialize was already called with other arguments:{lines}\n    Call it once, at the start.")

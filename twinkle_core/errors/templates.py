@@ -1,0 +1,168 @@
+"""Errors of templates and processors (L0)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from twinkle_core.errors.base import TwinkleError, listed, meant
+
+
+class TemplateError(TwinkleError, ValueError):
+    """A conversation that can't be encoded rightly. ``turn``: index of the message at fault, if it is one's."""
+
+    turn: int | None = None
+
+    @classmethod
+    def at(cls, turn: int, role: object, cause: str) -> TemplateError:
+        error = cls(f"message {turn} ({role}): {cause}")
+        error.turn = turn
+        return error
+
+    @classmethod
+    def shape(cls, value: object) -> TemplateError:
+        has = ", ".join(map(repr, value)) if isinstance(value, Mapping) else type(value).__name__
+        return cls(f"a conversation needs 'messages', a list of at least one message; this one has {has or 'nothing'}.")
+
+    @classmethod
+    def rendering(cls, cause: object) -> TemplateError:
+        return cls(f"the model's chat template refuses this conversation: {cause}")
+
+    @classmethod
+    def role(cls, turn: int, role: str, near: str | None, known: Iterable[str]) -> TemplateError:
+        return cls.at(
+            turn,
+            role,
+            f"the model's chat template does not know the role {role!r}.{meant(near)}\n"
+            f"    roles: {listed(known)}, and what the template handles by name; only 'assistant' is trained",
+        )
+
+    @classmethod
+    def tools(cls, count: int) -> TemplateError:
+        return cls(
+            f"the model's chat template shows nothing of the row's 'tools' ({count}); the model would learn to call what "
+            f"it does not see.\n    Remove 'tools' from the rows, or give a template that shows them as chat_template=…"
+        )
+
+    @classmethod
+    def prompt(cls) -> TemplateError:
+        return cls("add_generation_prompt is for a conversation that waits for an answer; this one ends with the assistant.")
+
+    @classmethod
+    def strategy(cls, value: object, choices: Iterable[str]) -> TemplateError:
+        return cls(f"truncation_strategy={value!r} is none of {', '.join(map(repr, choices))}.")
+
+    @classmethod
+    def argument(cls, name: str, value: object, way: str) -> TemplateError:
+        return cls(f"{name}={value!r}: {way}.")
+
+    @classmethod
+    def tokenizer(cls, name: object, cause: object) -> TemplateError:
+        return cls(f"no tokenizer could be loaded from {name}: {cause}")
+
+    @classmethod
+    def unreadable(cls, turn: int, field: str) -> TemplateError:
+        way = f"read back, it has another {field!r}: its text holds signs of the format, which nothing escapes"
+        return cls.at(turn, "assistant", way)
+
+    @classmethod
+    def tokens(cls, name: object, missing: Iterable[str], release: str) -> TemplateError:
+        return cls(
+            f"the tokenizer of {name} has no single token for {', '.join(missing)}, which {release} writes.\n"
+            f"    Take a tokenizer of that release's checkpoints, or the release that fits the tokenizer."
+        )
+
+    @classmethod
+    def slow(cls, name: object) -> TemplateError:
+        return cls(f"the tokenizer of {name} gives no character offsets (it is no 'fast' one), so labels can't be placed.")
+
+
+class NoChatTemplate(TemplateError):
+    """A tokenizer of a base model."""
+
+    def __init__(self, name: object) -> None:
+        super().__init__(
+            f"the tokenizer of {name} has no chat template (a base model?).\n"
+            f"    Give one with chat_template=…, take an instruct model's, or train plain text with use_chat_template=False."
+        )
+
+
+class BadCompletion(TemplateError):
+    """A completion that breaks its format. ``place``: the character at which it does, counted from 0."""
+
+    place: int = 0
+
+    @classmethod
+    def at_character(cls, text: str, place: int, cause: str) -> BadCompletion:
+        rest = text[place : place + 40]
+        error = cls(f"character {place}: {cause}; there stands {rest!r}." if rest else f"character {place}, the end: {cause}.")
+        error.place = place
+        return error
+
+
+class RowTooLong(TemplateError):
+    """More tokens than ``max_length``, and the strategy is to say so."""
+
+    def __init__(self, tokens: int, max_length: int, strategy: str) -> None:
+        super().__init__(
+            f"the row has {tokens} tokens, max_length is {max_length} (truncation_strategy={strategy!r}).\n"
+            f"    Raise max_length, or choose 'left', 'right', 'split' or 'delete'."
+        )
+
+
+class NoLabels(TemplateError):
+    """A row with nothing to learn from: it would reach the loss as an all -100 row."""
+
+    @classmethod
+    def untrained(cls) -> NoLabels:
+        return cls("no token of the row is trained: the conversation has no assistant turn that train_on asks for.")
+
+    @classmethod
+    def short(cls, tokens: int) -> NoLabels:
+        return cls(
+            f"the text is {tokens or 'no'} token{'s' if tokens != 1 else ''} long, and one token predicts another: there is "
+            f"nothing to learn.\n    Remove such rows, or drop them with truncation_strategy='delete'."
+        )
+
+    @classmethod
+    def cut(cls, tokens: int, max_length: int, strategy: str) -> NoLabels:
+        return cls(
+            f"no trained token is left after truncation_strategy={strategy!r} cut {tokens} tokens to max_length {max_length}.\n"
+            f"    Raise max_length, cut the other side, or drop such rows with 'delete'."
+        )
+
+
+class BadRow(TwinkleError, ValueError):
+    """An encoded row that can't be collated."""
+
+    @classmethod
+    def no_rows(cls) -> BadRow:
+        return cls("an empty batch: there are no rows to collate.")
+
+    @classmethod
+    def kind(cls, row: int, value: object) -> BadRow:
+        return cls(f"row {row} is a {type(value).__name__}, not a mapping with 'input_ids'.")
+
+    @classmethod
+    def missing(cls, row: int, field: str, has: Iterable[str]) -> BadRow:
+        keys = list(has)
+        raw = " It is a conversation that no template has encoded: call set_template first." if "messages" in keys else ""
+        return cls(f"row {row} has no {field!r}; it has {', '.join(map(repr, keys)) or 'nothing'}.{raw}")
+
+    @classmethod
+    def field(cls, row: int, field: str, way: str) -> BadRow:
+        return cls(f"row {row}: {field!r} {way}.")
+
+    @classmethod
+    def length(cls, row: int, field: str, length: int, tokens: int) -> BadRow:
+        return cls(f"row {row}: {field!r} has {length} values, 'input_ids' has {tokens}; one value a token is needed.")
+
+    @classmethod
+    def argument(cls, name: str, value: object, way: str) -> BadRow:
+        return cls(f"{name}={value!r}: {way}.")
+
+
+class PatchOrder(TwinkleError, RuntimeError):
+    """A patch that can't be undone yet: what it changed was changed again. ``later``: by what."""
+
+    def __init__(self, patch: str, later: str) -> None:
+        super().__init__(f"{patch} can't be undone: {later} stands on it.\n    Undo the later one first. Nothing was changed.")
