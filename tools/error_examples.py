@@ -404,8 +404,14 @@ entry(
     why="A compliance suite's `expected_failures` names a test that the suite does not have.",
 )
 entry(
-    e.CannotBuild("loss", "FocalLoss", "it leaves __call__ of its contract open"),
-    e.CannotBuild("loss", "FocalLoss", "missing a required argument: 'gamma'", arguments=True),
+    e.BadSuite.unknown("TestFocal", "pakcing", "packing", ["arguments", "component", "packing", "..."]),
+    e.BadSuite.value("TestFocal", "packing", "no", "True or False"),
+    why="An option of a compliance suite is misspelt, or its value is of another kind. It is told when the class is made.",
+)
+entry(
+    e.CannotBuild.because("loss", "FocalLoss", "it leaves __call__ of its contract open"),
+    e.CannotBuild.without("loss", "FocalLoss", "missing a required argument: 'gamma'"),
+    e.CannotBuild.at_each_call("AcmeLoss", ["advantages"]),
 )
 
 # ---------------------------------------------------------------------------------------------------- configuration files

@@ -79,8 +79,6 @@ class Padding(Right):
 
 
 class NotDifferentiable(Right):
-    needs = frozenset({"logps", "logits"})
-
     def __call__(self, inputs, outputs):
         right = super().__call__(inputs, outputs)
         return LossOutput(right.sum.detach() + 0 * right.sum, right.weight)
@@ -176,10 +174,41 @@ class NeedsArgument(Right):
         self.gamma = gamma
 
 
-EVERY = {name for name in dir(LossSuite) if name.startswith("test")}
+class Raises(Right):
+    def __init__(self):
+        raise RuntimeError("no device\nis there")
+
+
+class NeedsText(Right):
+    needs = "logps"
+
+
+class NeedsAdvantages(Right):
+    """One for each row."""
+
+    token_local = False
+
+    def __call__(self, inputs, outputs, *, advantages):
+        mask = inputs["labels"] != IGNORE_INDEX
+        each = outputs.logps * mask * advantages[:, None] if len(advantages) == len(mask) else None
+        if each is None:  # packed
+            row = (inputs["position_ids"] == 0).cumsum(1) - 1
+            each = outputs.logps * mask * advantages[row]
+        return LossOutput(-each.sum(), mask.sum())
+
+
+@pytest.fixture
+def _advantages(self):
+    return {"advantages": torch.linspace(-1, 1, 6)}
+
+
+ADVANTAGES = _advantages
+
+
 CONTEXTS = {"test_padding_changes_nothing", "test_packing_changes_nothing"}
 HALVES, SLICES = "test_halves_add_up_as_its_scope_says", "test_slices_of_rows_add_up_where_it_is_token_local"
 SILENT, NONE = "test_a_row_without_labels_adds_nothing", "test_a_batch_without_labels_is_zero"
+IDS = "test_minus_100_alone_is_ignored"
 MASKED, GRADIENTS = "test_positions_without_label_do_not_count", "test_gradients_are_those_of_the_formula"
 
 
@@ -191,9 +220,9 @@ def test_the_right_one_passes(caught):
     ("loss", "tests"),
     [
         (MeanOfMeans, {HALVES, SLICES}),
-        (MeanTimesPositions, {HALVES, SILENT, *CONTEXTS}),
-        (ForgetsMask, {MASKED, SILENT, NONE, *CONTEXTS, HALVES}),
-        (ForgetsMaskOfProbabilities, {SILENT, NONE, *CONTEXTS, HALVES}),
+        (MeanTimesPositions, {HALVES, SILENT, IDS, *CONTEXTS}),
+        (ForgetsMask, {MASKED, SILENT, NONE, IDS, *CONTEXTS, HALVES}),
+        (ForgetsMaskOfProbabilities, {SILENT, NONE, IDS, *CONTEXTS, HALVES}),
         (ReadsUndeclared, {"test_asks_for_what_it_declares"}),
         (ReadsWithGet, {"test_asks_for_what_it_declares"}),
         (NeedsNonsense, {"test_asks_for_what_it_declares"}),
@@ -230,17 +259,23 @@ def test_what_is_to_be_done_is_said(caught):
 
 
 def test_what_can_not_be_built_is_told_how(caught):
-    assert caught(LossSuite, NotOpen) == EVERY
-    assert "it leaves __call__(inputs, outputs) of its contract open" in caught.texts[HALVES]
-    assert caught(LossSuite, NeedsArgument) == EVERY
-    assert "missing a required argument: 'gamma'" in caught.texts[HALVES]
-    assert '[project.entry-points."twinkle.testing"]' in caught.texts[HALVES]
+    told = [caught.once(LossSuite, loss) for loss in (NotOpen, NeedsArgument, Raises, NeedsText, NeedsAdvantages)]
+    assert "it leaves __call__(inputs, outputs) of its contract open" in told[0]
+    assert "missing a required argument: 'gamma'" in told[1]
+    assert '[project.entry-points."twinkle.testing"]' in told[1] and '[project.entry-points."twinkle.testing"]' in told[4]
+    assert "loss Raises can't be built for its checks: its constructor raises RuntimeError: no device" in told[2]
+    assert "test_planted_losses.py:" in told[2]
+    assert told[3] == "needs of NeedsText is 'logps' (str); it must be a set of names: frozenset({'logps'})"
+    assert (
+        "without its loss arguments: advantages" in told[4] and "def loss_args(self): return {'advantages': [...]}" in told[4]
+    )
+    assert caught(LossSuite, NeedsAdvantages, loss_args=ADVANTAGES) == set(), caught.texts
     assert caught(LossSuite, NeedsArgument, arguments={"gamma": 1}) == set()
 
 
 def test_expected_failures_are_strict(caught):
     reason = "the mask is left to the template"
-    marked = {"expected_failures": dict.fromkeys((SILENT, NONE, *CONTEXTS, HALVES), reason)}
+    marked = {"expected_failures": dict.fromkeys((SILENT, NONE, IDS, *CONTEXTS, HALVES), reason)}
     assert caught(LossSuite, ForgetsMaskOfProbabilities, **marked) == set()
     assert caught.expected[HALVES] == reason
     assert caught(LossSuite, Right, **marked) == set(marked["expected_failures"])
@@ -344,6 +379,55 @@ class Float32(Summed):
         return -(outputs.logps.float() * (inputs["labels"] != -100)).sum()
 
 
+class DeclaresUnread(Summed):
+    """The engine makes [B, T, V] for it."""
+
+    needs = frozenset({"logps", "logits"})
+
+
+class TakesWhatIsThere(Summed):
+    """Of all fields, a metric's too."""
+
+    def total(self, inputs, outputs):
+        fields = dict(outputs)
+        return super().total(inputs, outputs) - 0.1 * fields.get("entropies", torch.zeros(())).sum()
+
+
+class WeightOfTheModel(Summed):
+    def __call__(self, inputs, outputs):
+        held = (inputs["labels"] != -100) * outputs.logps.detach().exp()
+        return LossOutput(self.total(inputs, outputs), held.sum())
+
+
+class SmallestIsMasked(Summed):
+    def __call__(self, inputs, outputs):
+        held = inputs["labels"] != inputs["labels"].min()
+        return LossOutput(-(outputs.logps * held).sum(), held.sum())
+
+
+class ZeroIsMasked(Summed):
+    def __call__(self, inputs, outputs):
+        held = inputs["labels"] > 0
+        return LossOutput(-(outputs.logps * held).sum(), held.sum())
+
+
+class SumsInBfloat16(Summed):
+    def total(self, inputs, outputs):
+        logps = outputs.logps if outputs.logps.dtype == torch.float64 else outputs.logps.bfloat16()
+        return -(logps * (inputs["labels"] != -100)).sum()
+
+
+class OnItsClass(Summed):
+    """A baseline of the first batch that any object met."""
+
+    seen = {}
+
+    def total(self, inputs, outputs):
+        total = super().total(inputs, outputs)
+        return total * (1 + self.seen.setdefault("first", float(total.detach())))
+
+
+ASKS = "test_asks_for_what_it_declares"
 OWN, KEEPS = "test_its_own_numbers_add_up", "test_keeps_nothing_between_batches"
 
 
@@ -356,6 +440,13 @@ OWN, KEEPS = "test_its_own_numbers_add_up", "test_keeps_nothing_between_batches"
         (OwnPadding, {OWN}),
         (Seeds, {KEEPS}),
         (Adds, {KEEPS}),
+        (DeclaresUnread, {ASKS}),
+        (TakesWhatIsThere, {ASKS}),
+        (WeightOfTheModel, {"test_the_weight_counts"}),
+        (SmallestIsMasked, {IDS}),
+        (ZeroIsMasked, {IDS}),
+        (SumsInBfloat16, {"test_is_finite_in_lower_precision"}),
+        (OnItsClass, {KEEPS}),
     ],
 )
 def test_what_is_beside_the_sum_is_looked_at(caught, loss, tests):

@@ -38,6 +38,7 @@ from twinkle_core.errors.checkpoints import CheckpointNotWritten as CheckpointNo
 from twinkle_core.errors.checkpoints import CheckpointUnfit as CheckpointUnfit
 from twinkle_core.errors.command import BadPluginName as BadPluginName
 from twinkle_core.errors.command import BadReference as BadReference
+from twinkle_core.errors.command import BadSuite as BadSuite
 from twinkle_core.errors.command import BadTarget as BadTarget
 from twinkle_core.errors.command import CannotBuild as CannotBuild
 from twinkle_core.errors.command import FolderExists as FolderExists

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from twinkle_core.errors.base import TwinkleError, listed, meant, shown
 
@@ -72,14 +72,50 @@ class UnknownCheck(TwinkleError, LookupError):
         super().__init__(f"{suite} expects '{name}' to fail, which it does not have.{meant(near)}\n    tests: {listed(tests)}")
 
 
-class CannotBuild(TwinkleError, TypeError):
-    """A compliance suite can't make the object that it is to check. ``arguments``: because of the constructor's."""
+class BadSuite(TwinkleError, TypeError):
+    """A class attribute of a suite that is none of its options, or of another kind than the option."""
 
-    def __init__(self, kind: str, name: str, why: str, arguments: bool = False) -> None:
-        way = (
-            f"\n    give them in a suite: class Test{name}({kind.capitalize()}Suite): component = {name}; arguments = {{...}}\n"
-            "    and name it for twinkle check in pyproject.toml:\n"
-            '        [project.entry-points."twinkle.testing"]\n'
-            f'        "<group>.<name>" = "<module>:Test{name}"   # such as "losses.focal"'
+    @classmethod
+    def unknown(cls, suite: str, name: str, near: str, options: Iterable[str]) -> BadSuite:
+        return cls(
+            f"{suite} has '{name}', which is no option of its suite.{meant(near)}\n    options: {listed(options)}\n"
+            "    an attribute of your own that only looks like one begins with an underscore"
         )
-        super().__init__(f"{kind} {name} can't be built for its checks: {why}{way if arguments else ''}")
+
+    @classmethod
+    def value(cls, suite: str, name: str, value: object, wanted: str) -> BadSuite:
+        return cls(f"{suite}: {name} is {shown(repr(value))}; it is to be {wanted}")
+
+
+class CannotBuild(TwinkleError, TypeError):
+    """A compliance suite can't make what it is to check, or can't call it."""
+
+    @classmethod
+    def because(cls, kind: str, name: str, why: str) -> CannotBuild:
+        return cls(f"{kind} {name} can't be built for its checks: {why}")
+
+    @classmethod
+    def without(cls, kind: str, name: str, why: str) -> CannotBuild:
+        """The constructor needs arguments."""
+        suite = f"class Test{name}({kind.capitalize()}Suite): component = {name}; arguments = {{...}}"
+        return cls(f"{cls.because(kind, name, why)}\n    give them in a suite: {suite}\n{_in_metadata(name)}")
+
+    @classmethod
+    def at_each_call(cls, name: str, missing: Sequence[str]) -> CannotBuild:
+        """Each call of a loss needs arguments."""
+        return cls(
+            f"loss {name} can't be called for its checks without its loss arguments: {listed(missing)}\n"
+            f"    give them in a suite: class Test{name}(LossSuite) with component = {name} and the fixture\n"
+            f"        def loss_args(self): return {{{', '.join(f'{word!r}: [...]' for word in missing)}}}\n"
+            "    a list or tensor with one entry for each of the suite's six rows is cut along with the rows\n"
+            f"{_in_metadata(name)}"
+        )
+
+
+def _in_metadata(name: str) -> str:
+    """How ``twinkle check`` finds a suite."""
+    return (
+        "    and name it for twinkle check in pyproject.toml:\n"
+        '        [project.entry-points."twinkle.testing"]\n'
+        f'        "<group>.<name>" = "<module>:Test{name}"   # such as "losses.focal"'
+    )

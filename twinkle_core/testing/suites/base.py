@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import traceback
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any, ClassVar, TypeVar
@@ -10,8 +11,10 @@ from typing import Any, ClassVar, TypeVar
 import pytest
 
 from twinkle_core import loading
-from twinkle_core.errors import CannotBuild, UnknownCheck
-from twinkle_core.names import CONTRACTS, closest
+from twinkle_core.errors import CannotBuild, TwinkleError
+from twinkle_core.isolation import attempt
+from twinkle_core.names import CONTRACTS
+from twinkle_core.testing.suites.options import check_options
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -54,6 +57,7 @@ class Checks:
     * capabilities: flags that a suite names in its own text. What a component says it can't do is not tested.
 
     Raises (when a subclass is made):
+        BadSuite: an attribute is a misspelt option, or a value is not of the option's kind.
         UnknownCheck: ``expected_failures`` names a test that the suite does not have.
     """
 
@@ -64,35 +68,49 @@ class Checks:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        tests = [name for name in dir(cls) if name.startswith("test")]
-        for name in cls.expected_failures:
-            if name not in tests:
-                raise UnknownCheck(cls.__name__, name, closest(name, tests), tests)
+        check_options(cls)
 
     def build(self, **options: Any) -> Any:
         """A new component: ``component(**arguments, **options)``.
 
         Raises:
-            CannotBuild: there is no ``component``, it leaves methods of its contract open, or needs arguments.
+            CannotBuild: there is no ``component``, it leaves methods of its contract open, needs arguments, or its constructor
+                raises.
         """
         name, component = type(self).__name__, type(self).component  # of the class: a function is no method of this one
         if component is None:
-            raise CannotBuild(self.kind, name, f"{name} has neither a 'component' nor a fixture '{self.kind}' of its own")
+            why = f"{name} has neither a 'component' nor a fixture '{self.kind}' of its own"
+            raise self.unusable(CannotBuild.because(self.kind, name, why))
         if not inspect.isclass(component):
             return component
+        name = component.__name__
         lacks = loading.lacking(component, _contract(self.kind))
         if lacks:
-            raise CannotBuild(self.kind, component.__name__, f"it leaves {', '.join(lacks)} of its contract open")
+            why = f"it leaves {', '.join(lacks)} of its contract open"
+            raise self.unusable(CannotBuild.because(self.kind, name, why))
         given = {**self.arguments, **options}
         try:
             inspect.signature(component).bind(**given)
         except TypeError as cause:
-            raise CannotBuild(self.kind, component.__name__, str(cause), arguments=True) from None
-        return component(**given)
+            raise self.unusable(CannotBuild.without(self.kind, name, str(cause))) from None
+        if options:  # what this test asks for; another one may go on
+            return component(**given)
+        built = attempt(lambda: component(**given))
+        if built.error is not None:
+            why = f"its constructor raises {built.why}{_place(built.error)}"
+            raise self.unusable(CannotBuild.because(self.kind, name, why)) from built.error
+        return built.value
+
+    def unusable(self, error: TwinkleError) -> TwinkleError:
+        """Give back an error after which there is nothing to check: it is told once, and other tests are left out."""
+        type(self)._unusable = True  # type: ignore[attr-defined]  # of this class alone: subclasses build otherwise
+        return error
 
     @pytest.fixture(autouse=True)
     def _as_declared(self, request: pytest.FixtureRequest) -> None:
         """Leave out what the component says it can't do, and expect what it says will fail."""
+        if "_unusable" in vars(type(self)):
+            pytest.skip("there is nothing to check, as another test says")
         flag = getattr(request.function, "capability", "")
         if flag and not getattr(self, flag):
             pytest.skip(f"{flag} is off")
@@ -116,6 +134,12 @@ class Suite(Checks):
             f"{type(subject).__name__} does not derive from twinkle_core.{contract.__name__}. "
             f"Write: class {type(subject).__name__}({contract.__name__})"
         )
+
+
+def _place(error: BaseException) -> str:
+    """Where it was raised, in the component's own code."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"\n    raised at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
 
 
 def _contract(kind: str) -> type:

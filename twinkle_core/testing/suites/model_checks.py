@@ -35,7 +35,7 @@ class ModelChecks(Suite):
     def adapter_config(self, name: str) -> Any:
         """The config of an adapter; override it."""
         why = f"{type(self).__name__} has no adapter_config(name); write one, or say adapters = False"
-        raise CannotBuild(self.kind, type(self).__name__, why)
+        raise CannotBuild.because(self.kind, type(self).__name__, why)
 
     def capabilities(self, model: TwinkleModel) -> frozenset[str]:
         """What the model declares beyond what all have. A model without an Engine overrides it."""

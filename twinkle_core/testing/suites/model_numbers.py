@@ -111,6 +111,17 @@ class ModelNumbers(ModelChecks):
             f"the norm of the gradient is said to be {norm:.6g}, and SGD moved the weights by {length:.6g} times its lr"
         )
 
+    def test_a_window_begins_with_no_gradient(self, name: str, rows: Rows) -> None:
+        """After an update, the gradient of the next window is that of its own rows."""
+        norms = []
+        for windows in ([rows[2:]], [rows[:2], rows[2:]]):
+            model = self.ready(name)
+            model.set_optimizer("sgd", lr=0.0, weight_decay=0.0, adapter_name=name)  # weights stay: the norms can be compared
+            norms.append(train(model, name, windows)[-1][1])
+        assert norms[1] == pytest.approx(norms[0], rel=1e-3), (
+            f"the second window's norm is {norms[1]}, and alone {norms[0]}: zero_grad() leaves the first one's gradients"
+        )
+
     def test_gradients_are_clipped(self, name: str, rows: Rows) -> None:
         """To ``max_grad_norm`` in the norm that is asked for; what is returned is the norm before."""
         lr = 0.02 / self.moved(name, rows, 1e-3)[1]

@@ -53,15 +53,21 @@ def outputs_of(module: Any, inputs: InputFeature, needs: Iterable[str]) -> Model
 
 
 class Watched(ModelOutput):
-    """Outputs that note which fields were asked for and not there. They answer as any others do."""
+    """Outputs that note which fields were read, and which were asked for and not there. They answer as any others do."""
 
     def __init__(self, fields: Mapping[str, Any]) -> None:
         super().__init__(fields)
+        object.__setattr__(self, "read", set[str]())
         object.__setattr__(self, "asked", set[str]())
 
     def _note(self, key: Any) -> None:
-        if key not in self.keys() and key in ModelOutput.KEYS:
+        if dict.__contains__(self, key):
+            self.__dict__["read"].add(key)
+        elif key in ModelOutput.KEYS:
             self.__dict__["asked"].add(key)
+
+    def _all(self) -> None:
+        self.__dict__["read"].update(dict.keys(self))
 
     def __getattr__(self, key: str) -> Any:
         self._note(key)
@@ -76,6 +82,21 @@ class Watched(ModelOutput):
         return super().get(key, default)
 
     def __contains__(self, key: object) -> bool:
-        if key not in self.keys() and key in ModelOutput.KEYS:
-            self.__dict__["asked"].add(key)
-        return key in self.keys()
+        self._note(key)
+        return super().__contains__(key)
+
+    def __iter__(self) -> Any:  # and dict(outputs), {**outputs}, which are given a way of their own without it
+        self._all()
+        return super().__iter__()
+
+    def keys(self) -> Any:
+        self._all()
+        return super().keys()
+
+    def values(self) -> Any:
+        self._all()
+        return super().values()
+
+    def items(self) -> Any:
+        self._all()
+        return super().items()
