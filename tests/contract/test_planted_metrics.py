@@ -218,6 +218,31 @@ class InFloat32(Right):
         self.count = self.count + (inputs["labels"] != IGNORE_INDEX).sum()
 
 
+class DeclaresUnread(Right):
+    """The engine makes [B, T, V] for it."""
+
+    needs = frozenset({"logps", "logits"})
+
+
+class NeedsText(Right):
+    needs = "logps"
+
+
+class Draws(Right):
+    """A random number that nobody needs."""
+
+    def accumulate(self, inputs, outputs):
+        torch.rand(1)
+        super().accumulate(inputs, outputs)
+
+
+class SaysYes(Right):
+    """Whether there is a number, beside it."""
+
+    def calculate(self):
+        return {**super().calculate(), "counted": True} if int(self.count) else {}
+
+
 RANKS = {"test_ranks_merge_into_one", "test_merging_is_associative"}
 EMPTY, RESET = "test_an_empty_window_has_no_numbers", "test_reset_forgets_everything"
 PACKED, OUTLIVES = "test_packing_changes_nothing", "test_its_state_outlives_a_reset"
@@ -247,6 +272,9 @@ def test_the_right_one_passes(caught):
         ),
         (Undeclared, {"test_asks_for_what_it_declares"}),
         (Aliases, {"test_the_state_is_plain"}),
+        (DeclaresUnread, {"test_asks_for_what_it_declares"}),
+        (Draws, {"test_changes_nothing_that_it_is_given"}),
+        (SaysYes, {"test_numbers_are_numbers"}),
         (Tensors, {"test_numbers_are_numbers"}),
         (Writes, {"test_changes_nothing_that_it_is_given"}),
         (StateIsEmptied, {OUTLIVES}),
@@ -271,6 +299,10 @@ def test_a_metric_that_keeps_its_sums_on_the_class_is_caught(caught):
 def test_rounding_is_told_from_a_fault_and_allowed_by_a_tolerance(caught):
     assert caught(MetricSuite, InFloat32)
     assert caught(MetricSuite, InFloat32, tolerance=1e-2) == set(), caught.texts
+
+
+def test_needs_that_are_no_set_are_told_once(caught):
+    assert caught.once(MetricSuite, NeedsText).startswith("needs of NeedsText is 'logps' (str); it must be a set of names")
 
 
 def test_what_is_to_be_done_is_said(caught):

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from twinkle_core import IGNORE_INDEX
+from twinkle_core.errors import BadRow
 from twinkle_core.processors.input import InputProcessor
 from twinkle_core.testing import ProcessorSuite
 
@@ -141,12 +142,105 @@ class Whole(Changed):
         return {k: v.T.contiguous() if k == "labels" else v for k, v in batch.items()}
 
 
+class StaticBuffer(Changed):
+    """One tensor for all batches of a shape."""
+
+    buffer = None
+
+    def changed(self, batch):
+        ids = batch["input_ids"]
+        if self.buffer is None or self.buffer.shape != ids.shape:
+            self.buffer = ids.clone()
+        self.buffer.copy_(ids)
+        return batch | {"input_ids": self.buffer}
+
+
+class RemembersWidth(Changed):
+    """Pads to the widest batch so far."""
+
+    width = 0
+
+    def collate(self, rows):
+        self.width = max(self.width, *(len(row["input_ids"]) for row in rows))
+        return InputProcessor(pad_to_multiple_of=self.width).collate(rows)
+
+
+class SeedsTorch(Changed):
+    def changed(self, batch):
+        torch.manual_seed(0)
+        return batch
+
+
+class CutsAt(Changed):
+    """What is beyond 1024 tokens is lost."""
+
+    def collate(self, rows):
+        return super().collate([{k: v[:1024] if isinstance(v, list) else v for k, v in row.items()} for row in rows])
+
+
+class MasksBeyond(Changed):
+    """Labels beyond 512 are not trained."""
+
+    def changed(self, batch):
+        batch["labels"][:, 512:] = IGNORE_INDEX
+        return batch
+
+
+class DropsDoubles(Changed):
+    def collate(self, rows):
+        return super().collate([row for i, row in enumerate(rows) if row not in rows[:i]])
+
+
+class SixteenBits(Changed):
+    def changed(self, batch):
+        return batch | {"input_ids": batch["input_ids"] % 2**15}
+
+
+class FlipsAdvantages(Changed):
+    """Padded on the other side."""
+
+    def changed(self, batch):
+        return {k: v.flip(1) if k == "advantages" else v for k, v in batch.items()}
+
+
+class MakesLabels(Changed):
+    """A row without labels learns itself."""
+
+    def collate(self, rows):
+        return super().collate([{"labels": row["input_ids"], **row} for row in rows])
+
+
+class RefusesLongOnes(Changed):
+    """Right: a shape that is fixed, and what does not fit is told."""
+
+    def collate(self, rows):
+        for index, row in enumerate(rows):
+            if len(row["input_ids"]) > 512:
+                raise BadRow.field(index, "input_ids", "is longer than 512 tokens")
+        return InputProcessor(pad_to_multiple_of=512).collate(rows)
+
+
+class OnlyIdsAndLabels(Changed):
+    """Right: other fields are left out."""
+
+    def changed(self, batch):
+        return {k: batch[k] for k in ("input_ids", "labels", "attention_mask", "position_ids") if k in batch}
+
+
 BACK, TRAINED, TOKENS = "test_rows_come_back", "test_nothing_is_trained_in_padding", "test_tokens_are_conserved"
 POSITIONS, RANKS, SINGLE = (
     "test_positions_count_within_rows",
     "test_rank_slices_partition_the_batch",
     "test_a_single_row_comes_back",
 )
+
+
+ANY, ALONE, OTHERS = "test_any_rows_come_back", "test_a_batch_depends_on_its_rows_alone", "test_other_fields_come_back"
+
+
+@pytest.mark.parametrize("processor", [RefusesLongOnes, OnlyIdsAndLabels])
+def test_others_that_are_right_pass(caught, processor):
+    assert caught(ProcessorSuite, processor) == set(), caught.texts
 
 
 @pytest.mark.parametrize("options", [{}, {"padding_side": "left"}, {"padding_free": True}])
@@ -157,18 +251,27 @@ def test_the_right_one_passes(caught, options):
 @pytest.mark.parametrize(
     ("processor", "tests"),
     [
-        (LosesAToken, {BACK, TRAINED, TOKENS, POSITIONS, RANKS}),
+        (LosesAToken, {BACK, ANY, OTHERS, TRAINED, TOKENS, POSITIONS, RANKS}),
         (LabelsInPadding, {TRAINED}),
-        (PadByToken, {BACK, TRAINED, TOKENS, POSITIONS, RANKS}),
-        (OtherSide, {BACK, RANKS}),
+        (PadByToken, {BACK, ANY, OTHERS, TRAINED, TOKENS, POSITIONS, RANKS}),
+        (OtherSide, {BACK, ANY, RANKS}),
         (PositionsOfTheBatch, {POSITIONS}),
         (PackedPositions, {POSITIONS}),
         (PackedMask, {TOKENS}),
-        (WrongLengths, {BACK, TOKENS, POSITIONS, RANKS}),
-        (Sorts, {BACK, TOKENS, POSITIONS, RANKS}),
+        (WrongLengths, {BACK, ANY, OTHERS, TOKENS, POSITIONS, RANKS}),
+        (Sorts, {BACK, ANY, OTHERS, TOKENS, POSITIONS, RANKS}),
         (Writes, {"test_changes_no_row"}),
         (FillsUp, {"test_refuses_rows_that_do_not_fit"}),
         (Int32, {"test_fields_are_tensors"}),
+        (StaticBuffer, {ALONE}),
+        (RemembersWidth, {ALONE}),
+        (SeedsTorch, {ALONE}),
+        (CutsAt, {ANY}),
+        (MasksBeyond, {ANY}),
+        (DropsDoubles, {ANY}),
+        (SixteenBits, {ANY}),
+        (FlipsAdvantages, {OTHERS}),
+        (MakesLabels, {"test_nothing_is_trained_where_no_row_has_labels"}),
     ],
 )
 def test_a_fault_is_caught_by_the_tests_about_it(caught, processor, tests):

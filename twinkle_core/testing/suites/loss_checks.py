@@ -13,10 +13,11 @@ import pytest
 import torch
 
 from twinkle_core.contracts.loss import Loss
-from twinkle_core.errors import BadNeeds, CannotBuild, MissingArgument, TwinkleError
+from twinkle_core.errors import CannotBuild, MissingArgument, TwinkleError
 from twinkle_core.isolation import attempt
 from twinkle_core.testing.suites.base import Suite
 from twinkle_core.testing.suites.loss_case import Case, number
+from twinkle_core.testing.suites.outputs import needs_a_set
 from twinkle_core.testing.toys import random_rows
 from twinkle_core.train import losses
 from twinkle_core.types import InputFeature, LossOutput
@@ -121,15 +122,6 @@ def held_by_class(cls: type) -> dict[str, bytes]:
                 as_bytes = attempt(lambda value=value: pickle.dumps(value))  # type: ignore[misc]
                 held[f"{base.__name__}.{name}"] = as_bytes.value or repr(value).encode()
     return held
-
-
-def needs_a_set(suite: Suite, component: Any) -> None:
-    """Raise BadNeeds, once, where ``needs`` is no set of names."""
-    needs = getattr(component, "needs", frozenset())
-    try:
-        losses.check_needs(losses.name_of(component), needs, known=needs)
-    except BadNeeds as error:
-        raise suite.unusable(error) from None
 
 
 def _without_default(loss: Loss) -> list[str]:

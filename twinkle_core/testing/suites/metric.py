@@ -15,7 +15,7 @@ from twinkle_core.contracts.metric import Metric, StepResult
 from twinkle_core.isolation import attempt, describe
 from twinkle_core.processors.input import InputProcessor
 from twinkle_core.testing.suites.base import Suite
-from twinkle_core.testing.suites.outputs import COMPUTED, Watched, outputs_of, tiny_lm
+from twinkle_core.testing.suites.outputs import COMPUTED, Watched, needs_a_set, outputs_of, tiny_lm
 from twinkle_core.testing.toys import random_rows
 from twinkle_core.train.losses import OF_CORE
 from twinkle_core.types import IGNORE_INDEX, InputFeature, ModelOutput
@@ -42,6 +42,12 @@ class MetricSuite(Suite):
     group: ClassVar[int] = 1
     by_the_clock: ClassVar[frozenset[str]] = frozenset()
     tolerance: ClassVar[float] = 1e-6
+
+    def build(self, **options: Any) -> Any:
+        """A new metric."""
+        built = super().build(**options)
+        needs_a_set(self, built)
+        return built
 
     @pytest.fixture
     def metric(self) -> Any:
@@ -84,7 +90,12 @@ class MetricSuite(Suite):
         """``calculate`` gives name -> a finite number, the same when asked again."""
         numbers = self._after(metric, [[rows], [rows[: 2 * self.group]]], outputs, keep=(kept := copy.deepcopy(metric)))
         for name, value in numbers.items():
-            good = isinstance(name, str) and isinstance(value, int | float) and math.isfinite(value)
+            good = (
+                isinstance(name, str)
+                and isinstance(value, int | float)
+                and not isinstance(value, bool)
+                and math.isfinite(value)
+            )
             assert good, (
                 f"calculate() gives {name!r}: {value!r}; names are texts and values finite Python numbers (use float(x))"
             )
@@ -120,13 +131,23 @@ class MetricSuite(Suite):
         assert outcome.error is None, (
             f"it fails with what it declares in needs: {describe(outcome.error)}" if outcome.error else ""
         )
+        metric.state(), metric.calculate()  # it may have kept the outputs, and read them now
+        unread = sorted(set(metric.needs) - OF_CORE - outputs.read)
+        assert not unread, (
+            f"it declares {', '.join(unread)} in needs, and does not read it: the engine computes it for nothing"
+            + (", and logits are [B, T, V]" if "logits" in unread else "")
+        )
 
     def test_changes_nothing_that_it_is_given(self, metric: Any, rows: Any, outputs: Any) -> None:
-        """Batches are left as they were."""
+        """Batches are left as they were, and so are torch's random numbers: a metric that is added changes no training."""
         inputs = InputProcessor().collate(rows)
         given = outputs(inputs)
         before = {k: v.detach().clone() for k, v in {**inputs, **given}.items() if isinstance(v, torch.Tensor)}
+        numbers = torch.get_rng_state()
         metric.accumulate(inputs, given)
+        assert torch.equal(numbers, torch.get_rng_state()), (
+            "accumulate() draws or seeds torch's random numbers, and dropout changes with them: use a torch.Generator"
+        )
         after: Mapping[str, Any] = {**inputs, **given}
         changed = sorted(k for k, v in before.items() if not torch.equal(v.nan_to_num(), after[k].detach().nan_to_num()))
         assert not changed, f"accumulate() changes {', '.join(changed)}: others read them too; copy first"

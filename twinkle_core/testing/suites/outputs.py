@@ -7,10 +7,12 @@ from typing import Any
 
 import torch
 
+from twinkle_core.errors import BadNeeds
 from twinkle_core.processors.input import unpack
 from twinkle_core.testing.engines import compute
+from twinkle_core.testing.suites.base import Checks
 from twinkle_core.testing.toys import TinyLM
-from twinkle_core.train.losses import OF_CORE
+from twinkle_core.train.losses import OF_CORE, check_needs
 from twinkle_core.types import InputFeature, ModelOutput
 
 #: outputs that an engine computes
@@ -50,6 +52,15 @@ def outputs_of(module: Any, inputs: InputFeature, needs: Iterable[str]) -> Model
         if "aux_loss" in wanted:
             output.aux_loss = rows.square().mean()
     return output
+
+
+def needs_a_set(suite: Checks, component: Any) -> None:
+    """Raise BadNeeds, once, where ``needs`` is no set of names."""
+    needs = getattr(component, "needs", frozenset())
+    try:
+        check_needs(getattr(component, "__name__", type(component).__name__), needs, known=needs)
+    except BadNeeds as error:
+        raise suite.unusable(error) from None
 
 
 class Watched(ModelOutput):

@@ -63,6 +63,69 @@ class ProcessorSuite(Suite):
         batch = processor.collate([copy.deepcopy(shortest)])
         _assert_rows(_rows_of(batch, "input_ids"), [shortest["input_ids"]], "input_ids", "of a batch of one row")
 
+    def test_any_rows_come_back(self, processor: Any, rows: Any) -> None:
+        """Long rows, rows that are alike, ids as large as vocabularies are; what it can't take is refused, not changed."""
+        first, vocabulary = rows[0], 250_000
+        cases: dict[str, list[Any]] = {
+            "a long row beside a short one": [_grown(first, 2_500), first],
+            "rows that are alike": [first, *rows, first, first],
+            "ids of a large vocabulary": [{**row, "input_ids": [vocabulary + i for i in row["input_ids"]]} for row in rows],
+        }
+        for what, given in cases.items():
+            got = attempt(lambda given=given: processor.collate(copy.deepcopy(given)))  # type: ignore[misc]
+            if isinstance(got.error, ValueError | KeyError):
+                continue  # told, and nothing was lost
+            assert got.error is None, f"{what}: collate() fails: {got.why}"
+            for name in ("input_ids", "labels"):
+                _assert_rows(_rows_of(got.value or {}, name), [row[name] for row in given], name, f"({what})")
+
+    def test_other_fields_come_back(self, processor: Any, rows: Any) -> None:
+        """Of advantages, reference logps and weights, one for each token: what it keeps stands where its tokens stand."""
+        names = ("advantages", "old_logps", "ref_logps", "loss_scale")
+        given = [
+            {**row, **{name: [k + 0.5 + t for t in range(len(row["input_ids"]))] for k, name in enumerate(names)}}
+            for row in rows
+        ]
+        got = attempt(lambda: processor.collate(copy.deepcopy(given)))
+        if isinstance(got.error, ValueError | KeyError):
+            pytest.skip(f"it takes no fields beside ids and labels: {got.why}")
+        assert got.error is None and got.value is not None, f"rows with {names[0]} for each token: collate() fails: {got.why}"
+        for name in names:
+            if isinstance(got.value.get(name), torch.Tensor):
+                _assert_rows(_rows_of(got.value, name), [row[name] for row in given], name, "of the batch")
+
+    def test_nothing_is_trained_where_no_row_has_labels(self, processor: Any, rows: Any) -> None:
+        """Rows of a prompt alone: no labels in the batch, or -100; or an error. Never labels of its own making."""
+        given = [{k: v for k, v in row.items() if k != "labels"} for row in rows]
+        got = attempt(lambda: processor.collate(copy.deepcopy(given)))
+        assert got.error is None or isinstance(got.error, ValueError | KeyError), f"rows without labels: {got.why}"
+        labels = got.value.get("labels") if got.value is not None else None
+        made = int((labels != IGNORE_INDEX).sum()) if labels is not None else 0
+        assert not made, f"rows without labels get {made} labels: what has none is not trained"
+
+    def test_a_batch_depends_on_its_rows_alone(self, processor: Any, rows: Any) -> None:
+        """A batch stays what it is when the next one is made, and is the same after others; random numbers go on."""
+        backwards, longer = list(reversed(rows)), [_grown(row, 3_000) for row in rows[:2]]
+        first = processor.collate(copy.deepcopy(rows))
+        kept = {k: v.clone() for k, v in first.items() if isinstance(v, torch.Tensor)}
+        processor.collate(copy.deepcopy(backwards))
+        changed = sorted(k for k, v in kept.items() if not torch.equal(v, first[k]))
+        assert not changed, (
+            f"the next collate() writes into {', '.join(changed)} of the batch before: micro-batches of one step are there at "
+            "the same time, each needs tensors of its own"
+        )
+        attempt(lambda: processor.collate(copy.deepcopy(longer)))
+        again = processor.collate(copy.deepcopy(rows))
+        other = sorted(k for k, v in kept.items() if k not in again or not torch.equal(v, again[k]))
+        assert not other, f"after other batches {', '.join(other)} of the same rows differ: it keeps something of those"
+        states = []
+        with torch.random.fork_rng(devices=[]):
+            for seed in (1, 2):
+                torch.manual_seed(seed)
+                processor.collate(copy.deepcopy(rows))
+                states.append(torch.get_rng_state())
+        assert not torch.equal(*states), "it seeds torch's random numbers, and dropout with them: use a torch.Generator"
+
     def test_nothing_is_trained_in_padding(self, processor: Any, rows: Any) -> None:
         """Labels are -100 wherever no row is, and there are as many labels as the rows have."""
         batch = processor.collate(copy.deepcopy(rows))
@@ -160,6 +223,14 @@ class ProcessorSuite(Suite):
         )
 
 
+def _grown(row: InputFeature, length: int) -> Any:
+    """The row's tokens again and again."""
+    return {
+        **{name: [row[name][t % len(row[name])] for t in range(length)] for name in ("input_ids", "labels")},  # type: ignore[literal-required]
+        "length": length,
+    }
+
+
 def _token_fields(rows: Sequence[InputFeature]) -> list[str]:
     """Fields with one value for each token, in all rows."""
     first: Mapping[str, Any] = rows[0]
@@ -178,4 +249,13 @@ def _rows_of(batch: Mapping[str, Any], name: str) -> list[torch.Tensor]:
 def _assert_rows(found: Sequence[torch.Tensor], wanted: Sequence[Any], name: str, where: str) -> None:
     assert len(found) == len(wanted), f"{name} {where} make {len(found)} rows; {len(wanted)} were given"
     for number, (got, want) in enumerate(zip(found, wanted, strict=True)):
-        assert got.tolist() == list(want), f"{name} {where} differ from what row {number} has: {got.tolist()}, not {list(want)}"
+        found_list, wanted_list = got.tolist(), list(want)
+        assert found_list == wanted_list, f"{name} {where} differ from what row {number} has: {_apart(found_list, wanted_list)}"
+
+
+def _apart(found: list[Any], wanted: list[Any]) -> str:
+    """Two lists, and of long ones where they part."""
+    if max(len(found), len(wanted)) <= 20:
+        return f"{found}, not {wanted}"
+    at = next((t for t, (a, b) in enumerate(zip(found, wanted, strict=False)) if a != b), min(len(found), len(wanted)))
+    return f"{len(found)} values, not {len(wanted)}; from place {at} on {found[at : at + 5]}, not {wanted[at : at + 5]}"
