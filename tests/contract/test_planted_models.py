@@ -232,6 +232,13 @@ class PlantedUnweightedRanks(PlantedNothing):
     engine, ranks = Averages, True
 
 
+class KeepsGradients(RanksEngine):
+    """The next window's gradients are added to those that were used."""
+
+    def zero_grad(self, optimizer):
+        self._windows.pop(optimizer, None)
+
+
 class NoClip(RanksEngine):
     def clip(self, optimizer, max_norm, norm_type):
         return super().clip(optimizer, 1e30, norm_type)
@@ -451,6 +458,10 @@ GIVEN, USED, RESUMED = "test_losses_get_what_they_need", "test_what_is_set_is_us
 @pytest.mark.parametrize(
     ("planted", "tests"),
     [
+        (
+            {"engine": KeepsGradients},
+            {"test_a_window_begins_with_no_gradient", "test_a_window_can_be_given_up_or_closed_early"},
+        ),
         ({"engine": NoClip}, {CLIPPED}),
         ({"engine": AlwaysTwoNorm}, {CLIPPED}),
         ({"engine": NoScale}, {GRADIENT}),

@@ -277,6 +277,27 @@ class OutputsInDouble(Right):
             self.wrapped.append(layer)
 
 
+class HooksInEvaluation(Right):
+    """Leaves a hook where the model does not train."""
+
+    def undo(self, model):
+        super().undo(model)
+        if not model.module.training:
+            model.module.register_forward_hook(lambda *args: None)
+
+
+class HalfWay(Right):
+    """Changes something, and then finds that there is no norm."""
+
+    def apply(self, model):
+        model.module.touched = not self.wrapped
+        super().apply(model)
+
+    def undo(self, model):
+        super().undo(model)
+        vars(model.module).pop("touched", None)
+
+
 PUT_BACK: dict = {}
 PLANTED: list = []
 
@@ -304,7 +325,8 @@ ATTRIBUTES, USED, TWICE = (
     "test_twice_is_once",
 )
 GRADIENTS, UNDONE = "test_gradients_are_the_same", "test_undo_without_apply_does_nothing"
-LEFT = {ATTRIBUTES, USED, TWICE}
+EVALUATED = "test_undo_in_evaluation_mode_leaves_nothing"
+LEFT = {ATTRIBUTES, USED, TWICE, EVALUATED}
 
 
 def test_the_right_one_passes(caught):
@@ -360,9 +382,11 @@ def test_what_is_left_on_classes_and_modules_is_named(caught, patch, says):
         (DoublesGradients, {GRADIENTS}),
         (HasNoBackward, {GRADIENTS}),
         (DropsGradients, {"test_flags_stay"}),
-        (Trains, {"test_flags_stay"}),
+        (Trains, {"test_flags_stay", EVALUATED}),
         (UndoOnce, {UNDONE}),
         (OutputsInDouble, {"test_computes_the_same"}),
+        (HooksInEvaluation, {EVALUATED}),
+        (HalfWay, {"test_what_it_is_not_for_is_left_alone"}),
     ],
 )
 def test_a_fault_is_caught_by_the_tests_about_it(caught, patch, tests):

@@ -9,6 +9,7 @@ import urllib.request
 import pytest
 
 from twinkle_core import IGNORE_INDEX
+from twinkle_core.errors import NoLabels
 from twinkle_core.templates.chat import ChatTemplate
 from twinkle_core.testing import TemplateSuite
 
@@ -117,6 +118,40 @@ class Writes(Right):
         if isinstance(trajectory["messages"], list) and trajectory["messages"][0]["role"] != "system":
             trajectory["messages"].insert(0, {"role": "system", "content": "Be kind."})
         return super().encode(trajectory, **kwargs)
+
+
+class AnyStrategy(Right):
+    """What it does not know is 'raise'."""
+
+    def __init__(self, model_id, max_length=8192, truncation_strategy="raise"):
+        known = ("raise", "left", "right", "split", "delete")
+        super().__init__(
+            model_id,
+            max_length=max_length,
+            truncation_strategy=truncation_strategy if truncation_strategy in known else "raise",
+        )
+
+
+class ParsesWithTheEnd(Right):
+    """Leaves the end token in the message."""
+
+    def parse(self, text):
+        return {"role": "assistant", "content": text}
+
+
+class RowsOfNothing(Right):
+    """A question alone is a row without a label."""
+
+    def encode(self, trajectory, **kwargs):
+        try:
+            return super().encode(trajectory, **kwargs)
+        except NoLabels:
+            row = super().encode(trajectory, add_generation_prompt=True)
+            return {**row, "labels": [IGNORE_INDEX] * row["length"]}
+
+    def check(self, trajectory):
+        why = super().check(trajectory)
+        return why if why is None or "-100" not in why else None
 
 
 class ChecksNothing(Right):
@@ -254,6 +289,9 @@ class Sorts(Right):
         return super().batch_encode(sorted(trajectories, key=lambda t: len(str(t))), **kwargs)
 
 
+UNKNOWN, PARSES = "test_an_unknown_strategy_is_refused", "test_parses_a_completion"
+
+
 def test_the_right_one_passes(caught):
     assert caught(TemplateSuite, Right) == set(), caught.texts
 
@@ -274,13 +312,16 @@ def test_the_right_one_passes(caught):
         (FindsByText, {"test_an_echo_is_trained_once"}),
         (DoesNotShift, {"test_labels_are_what_comes_next", "test_a_prompt_is_how_the_row_begins", "test_truncation"}),
         (TrainsTheLastTurnOnly, {"test_the_assistants_words_are_trained"}),
-        (IgnoresTruncation, {"test_truncation"}),
+        (IgnoresTruncation, {"test_truncation", UNKNOWN}),
         (CutsTheWrongSide, {"test_truncation"}),
         (SplitLosesLabels, {"test_truncation"}),
         (Asks, {"test_needs_no_network"}),
         (Connects, {"test_needs_no_network"}),
         (Local, {"test_survives_pickling"}),
         (Writes, {"test_leaves_the_conversation_alone"}),
+        (AnyStrategy, {UNKNOWN}),
+        (ParsesWithTheEnd, {PARSES}),
+        (RowsOfNothing, {"test_what_trains_nothing_is_refused"}),
         (ChecksNothing, {"test_check_says_what_encode_does"}),
         (TrainsPrompts, {"test_a_prompt_has_no_labels"}),
         (NoParse, {"test_parses_a_completion"}),
@@ -288,8 +329,8 @@ def test_the_right_one_passes(caught):
         (TrainsSomeOfTheUser, {"test_nobody_elses_words_are_trained", "test_truncation"}),
         (TrainsTheHeader, {"test_nothing_between_messages_is_trained", "test_a_prompt_is_how_the_row_begins"}),
         (TrainsTheUsersEnd, {"test_nothing_between_messages_is_trained", "test_a_prompt_is_how_the_row_begins"}),
-        (PromptsWithoutTheHeader, {"test_a_prompt_is_how_the_row_begins"}),
-        (PromptsThatEnd, {"test_nothing_between_messages_is_trained", "test_a_prompt_is_how_the_row_begins"}),
+        (PromptsWithoutTheHeader, {"test_a_prompt_is_how_the_row_begins", PARSES}),
+        (PromptsThatEnd, {"test_nothing_between_messages_is_trained", "test_a_prompt_is_how_the_row_begins", PARSES}),
         (Strips, {"test_spaces_are_kept"}),
         (DropsTools, {"test_other_roles_are_shown_or_refused"}),
         (ChecksTheShapeAlone, {"test_check_says_what_encode_does"}),

@@ -70,6 +70,10 @@ class Checks:
         super().__init_subclass__(**kwargs)
         check_options(cls)
 
+    def given(self) -> Mapping[str, Any]:
+        """The keyword arguments of the constructor where a test asks for nothing else."""
+        return self.arguments
+
     def build(self, **options: Any) -> Any:
         """A new component: ``component(**arguments, **options)``.
 
@@ -88,12 +92,13 @@ class Checks:
         if lacks:
             why = f"it leaves {', '.join(lacks)} of its contract open"
             raise self.unusable(CannotBuild.because(self.kind, name, why))
-        given = {**self.arguments, **options}
+        given = {**self.given(), **options}
         try:
             inspect.signature(component).bind(**given)
         except TypeError as cause:
-            raise self.unusable(CannotBuild.without(self.kind, name, str(cause))) from None
-        if options:  # what this test asks for; another one may go on
+            lacking = CannotBuild.without(self.kind, name, str(cause))
+            raise (lacking if options else self.unusable(lacking)) from None
+        if options:  # what one test asks for; others may go on
             return component(**given)
         built = attempt(lambda: component(**given))
         if built.error is not None:

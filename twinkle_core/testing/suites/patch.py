@@ -212,6 +212,30 @@ class PatchSuite(Suite):
         for parameter in parameters:
             parameter.grad = None
 
+    def test_undo_in_evaluation_mode_leaves_nothing(self, patch: Any, model: Any) -> None:
+        """A model that is only asked, too."""
+        for _, module in self.modules(model):
+            module.eval()
+        before = self._photo(model)
+        patch.apply(model)
+        patch.undo(model)
+        left = _differences(before, self._photo(model))
+        assert not left, f"of a model in evaluation mode, after undo() {_listed(left)}"
+
+    def test_what_it_is_not_for_is_left_alone(self, patch: Any, model: Any) -> None:
+        """A network of one linear layer: an error before anything is changed, or nothing that undo() does not put back."""
+        network = torch.nn.Sequential(torch.nn.Linear(2, 2))
+        other = network if isinstance(model, torch.nn.Module) else SessionModel(ToyEngine(network), SingleAdapter(network))
+        before = self._photo(other, network.named_modules())
+        got = attempt(lambda: patch.apply(other))
+        if got.error is None:
+            patch.undo(other)
+        left = _differences(before, self._photo(other, network.named_modules()))
+        assert not left, (
+            f"on a model that it is not for, apply() {'fails' if got.error else 'and undo() go through'}, and then "
+            f"{_listed(left)}. Look for all that is to be changed before changing anything"
+        )
+
     # ------------------------------------------------------------------------------------------------ how
 
     def training_outputs(self, model: Any) -> Any:
@@ -242,7 +266,7 @@ class PatchSuite(Suite):
             found = self.outputs(model)
         return [t.detach().clone() for t in ([found] if isinstance(found, torch.Tensor) else found)]
 
-    def _photo(self, model: Any) -> dict[str, Any]:
+    def _photo(self, model: Any, modules: Any = None) -> dict[str, Any]:
         """Place -> the object that was there; of tensors their bits too. It holds the objects: no id is used twice."""
         photo: dict[str, Any] = {}
         classes: dict[type, None] = {}
@@ -251,7 +275,7 @@ class PatchSuite(Suite):
             if (engine := getattr(model, "engine", None)) is not None and hasattr(engine, "__dict__"):
                 photo |= {f"the engine's {k}": v for k, v in vars(engine).items()}
             photo |= {f"the model's {k}": v for k, v in vars(model).items()}
-        for name, module in self.modules(model):
+        for name, module in self.modules(model) if modules is None else modules:
             where = f"module '{name}'" if name else "the outermost module"
             photo[f"the class of {where}"] = type(module)
             for key, value in vars(module).items():

@@ -8,7 +8,7 @@ import inspect
 import itertools
 import pickle
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import pytest
@@ -51,14 +51,11 @@ class TemplateSuite(Suite):
     keeps_edges: ClassVar[bool] = True
     parses: ClassVar[bool] = True
 
-    def build(self, **options: Any) -> Any:
-        """A new template."""
-        given = dict(options)
+    def given(self) -> Mapping[str, Any]:
+        """``arguments``, and a tokenizer where the constructor takes one."""
         component = type(self).component
-        if inspect.isclass(component):
-            wanted = [name for name in _parameters(component) if name in _TOKENIZER]
-            given = {name: chatml_tokenizer() for name in wanted if name not in self.arguments} | given
-        return super().build(**given)
+        wanted = [name for name in _parameters(component) if name in _TOKENIZER] if inspect.isclass(component) else []
+        return {**{name: chatml_tokenizer() for name in wanted if name not in self.arguments}, **self.arguments}
 
     @pytest.fixture
     def template(self) -> Any:
@@ -220,6 +217,16 @@ class TemplateSuite(Suite):
                 "the prompt is the model's to write, nothing before it"
             )
 
+    def test_what_trains_nothing_is_refused(self, template: Any, conversations: Any) -> None:
+        """A conversation without an answer makes no row to train on, and says so."""
+        question = copy.deepcopy(conversations[0])
+        question["messages"] = question["messages"][:-1]
+        got = attempt(lambda: rows_of(template.encode(question)))
+        assert isinstance(got.error, TwinkleError) or (got.error is None and not got.value), (
+            f"a conversation without an answer gives {got.why or 'a row in which nothing is trained'}: raise "
+            "twinkle_core.errors.NoLabels (truncate.to_rows does)"
+        )
+
     def test_an_echo_is_trained_once(self, template: Any) -> None:
         """The same words from user and assistant: found by their place, not by searching for the text."""
         words = "The quick brown fox"
@@ -278,6 +285,15 @@ class TemplateSuite(Suite):
             left = list(rows[0]["labels"])
             same = left[:-1] == labels[kept][:-1] and left[-1] in (labels[kept][-1], IGNORE_INDEX)
             assert same, f"'{strategy}' cuts the labels otherwise than the ids"
+
+    def test_an_unknown_strategy_is_refused(self) -> None:
+        """By the constructor, before anything is cut in a way that nobody asked for."""
+        if not self.strategies or not inspect.isclass(type(self).component):
+            pytest.skip("it takes no strategy")
+        refused = attempt(lambda: self.build(truncation_strategy="lfet"))
+        assert refused.error is not None, (
+            "truncation_strategy='lfet' is taken silently: call twinkle_core.templates.truncate.check_strategy in __init__"
+        )
 
     # ------------------------------------------------------------------------------------------------ manners
 
@@ -345,6 +361,11 @@ class TemplateSuite(Suite):
         message = template.parse(answer)
         good = message.get("role") == "assistant" and message.get("content") == answer
         assert good, f"parse({answer!r}) gives {message!r}; it gives role 'assistant' and the text as content"
+        case = next(answered(template, conversations))
+        whole = template.decode(case.ids[len(case.prompt) :])  # as a sampler gives it that keeps the end token
+        message = template.parse(whole)
+        good = message.get("role") == "assistant" and message.get("content") == case.messages[case.turn]["content"]
+        assert good, f"parse({whole!r}) gives {message!r}: take off what is written after an answer"
 
 
 def _parameters(cls: type) -> list[str]:
