@@ -232,11 +232,11 @@ class PlantedUnweightedRanks(PlantedNothing):
     engine, ranks = Averages, True
 
 
-class KeepsGradients(RanksEngine):
+class KeepsGradients(SessionModel):
     """The next window's gradients are added to those that were used."""
 
-    def zero_grad(self, optimizer):
-        self._windows.pop(optimizer, None)
+    def _clear(self, session):
+        """Nothing."""
 
 
 class NoClip(RanksEngine):
@@ -451,6 +451,7 @@ MODE, FLAGS, FIT = (
     "test_what_does_not_fit_is_not_loaded",
 )
 FINITE = "test_gradients_that_are_not_finite_train_nothing"
+BEGINS, GIVEN_UP = "test_a_window_begins_with_no_gradient", "test_a_window_can_be_given_up_or_closed_early"
 GIVEN, USED, RESUMED = "test_losses_get_what_they_need", "test_what_is_set_is_used", "test_resuming_is_as_if_unbroken"
 
 
@@ -458,10 +459,7 @@ GIVEN, USED, RESUMED = "test_losses_get_what_they_need", "test_what_is_set_is_us
 @pytest.mark.parametrize(
     ("planted", "tests"),
     [
-        (
-            {"engine": KeepsGradients},
-            {"test_a_window_begins_with_no_gradient", "test_a_window_can_be_given_up_or_closed_early"},
-        ),
+        ({"model_cls": KeepsGradients}, {BEGINS, GIVEN_UP, RESUMED}),
         ({"engine": NoClip}, {CLIPPED}),
         ({"engine": AlwaysTwoNorm}, {CLIPPED}),
         ({"engine": NoScale}, {GRADIENT}),

@@ -7,6 +7,7 @@ A fenced block of a page is treated by its language:
 * ``bash`` and ``console`` run if they are twinkle's commands; ``console`` with ``$`` before a command, and then lines that
   its output holds in this order (``...`` stands for any lines).
 * ``pytest FILE`` runs the compliance suites in a file that the page has written, in this process.
+* Every class on a page that derives from a contract passes its suite: the page's own suite for it, or else the default one.
 * ``pip install -e FOLDER`` of a folder that the page has made is done by hand: metadata as an installer leaves it, and ``src``
   on the path. Nothing is built or fetched, and the page's folder is all that it touches.
 * ``<!-- file: NAME -->`` before a block of any language writes it to that file in the page's folder.
@@ -26,6 +27,7 @@ import re
 import shlex
 import sys
 import tomllib
+import types
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -33,6 +35,7 @@ from pathlib import Path
 import pytest
 
 from twinkle_core import plugins, registry
+from twinkle_core.names import CONTRACTS
 from twinkle_core.runtime import local
 from twinkle_core.testing import Suite, runner
 from twinkle_core.testing.distributions import write_distribution
@@ -43,6 +46,8 @@ MODELS = {
     "ms://Qwen/Qwen3.5-4B": "tiny",
     "hf://HuggingFaceTB/SmolLM2-135M-Instruct": "tiny",
 }
+#: classes that pages show as wrong ones
+WRONG = {"MeanLoss"}
 FENCE = re.compile(r"^(?P<indent> *)```(?P<language>[\w+-]*)[^\n]*\n(?P<body>.*?)^(?P=indent)```[ ]*$", re.M | re.S)
 MARK = re.compile(r"<!-- (file|not run): *((?:(?!-->).)*?) *-->\s*\Z", re.S)
 PRINTS = re.compile(r"#\s*→\s?(.*)$")
@@ -84,7 +89,9 @@ class Page:
 
     def __init__(self, models: dict[str, str]) -> None:
         self.models = models
-        self.namespace: dict[str, object] = {"__name__": "__page__"}
+        self.module = types.ModuleType("__page__")  # with a name that pickles find, for as long as the page is read
+        self.namespace: dict[str, object] = vars(self.module)
+        self.checked: dict[type, list[runner.Outcome]] = {}
 
     def run(self, block: Block) -> None:
         """One block, by its language and marks."""
@@ -158,8 +165,29 @@ class Page:
         found = [c for n, c in vars(module).items() if n.startswith("Test") and issubclass(c, Suite)]
         assert found, f"{file} has no suite"
         for suite in found:
-            failed = [o for o in runner.run(suite) if o.outcome == runner.FAILED]
-            assert not failed, "\n".join(f"{o.test}: {o.text}" for o in failed)
+            assert not self.failures(suite)
+
+    def failures(self, suite: type) -> str:
+        """What fails of a suite, which is run once."""
+        if suite not in self.checked:
+            self.checked[suite] = runner.run(suite)
+        return "\n".join(f"{suite.__name__}.{o.test}: {o.text}" for o in self.checked[suite] if o.outcome == runner.FAILED)
+
+    def components(self) -> list[type]:
+        """Run the suite of each component that the page defines; the components."""
+        here = [
+            self.module,
+            *(m for m in sys.modules.values() if Path(getattr(m, "__file__", None) or "/").parent == Path.cwd()),
+        ]
+        classes = dict.fromkeys(c for m in here for c in vars(m).values() if isinstance(c, type) and c.__module__ == m.__name__)
+        suites = [c for c in classes if issubclass(c, Suite) and c.component is not None]
+        assert all(c.component in classes for c in suites if c.component.__module__ == "__page__")
+        components = {c: kind for c in classes for kind, contract in contracts().items() if issubclass(c, contract)}
+        for component, kind in components.items():
+            mine = [suite for suite in suites if suite.component is component] or [runner.suite_for(kind, component)]
+            failures = "\n".join(filter(None, map(self.failures, mine)))
+            assert bool(failures) == (component.__name__ in WRONG), failures or f"{component.__name__} passes"
+        return list(components)
 
     def _command(self, words: list[str], said: list[str], where: str) -> None:
         from twinkle_core.cli.main import main
@@ -172,6 +200,12 @@ class Page:
         rest = iter(shown)
         for line in said:
             assert line in ("", "...") or line in rest, f"{where}: the output has no line {line!r} here:\n" + "\n".join(shown)
+
+
+def contracts() -> dict[str, type]:
+    """Kind -> its contract, of the kinds that have a suite."""
+    kinds = [kind for kind in CONTRACTS if kind in runner.SUITES]
+    return {kind: getattr(import_module(CONTRACTS[kind][0]), CONTRACTS[kind][1]) for kind in kinds}
 
 
 def install(project: Path) -> None:
@@ -204,7 +238,9 @@ def page(tiny, tmp_path, monkeypatch):
             file.write(json.dumps({"messages": turns}) + "\n")
     monkeypatch.setattr(local, "_state", local._State(local.LocalRuntime()))  # twinkle.initialize is for once in a process
     before, path = set(sys.modules), list(sys.path)
-    yield Page({name: str({"tiny": tiny}[stand_in]) for name, stand_in in MODELS.items()})
+    at_work = Page({name: str({"tiny": tiny}[stand_in]) for name, stand_in in MODELS.items()})
+    monkeypatch.setitem(sys.modules, "__page__", at_work.module)
+    yield at_work
     for name in set(sys.modules) - before:
         if str(getattr(sys.modules[name], "__file__", None) or "").startswith(str(tmp_path)):
             del sys.modules[name]

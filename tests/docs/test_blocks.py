@@ -14,6 +14,7 @@ LEFT_OUT = 7
 def test_the_blocks_of_a_page_run(path, page, read):
     for block in read(path):
         page.run(block)
+    page.components()
 
 
 def test_every_block_is_known_and_what_is_left_out_says_why(path, read):
