@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+
 import pytest
 
 #: languages that are shown and never run; a page that has another one is to be looked at
@@ -14,7 +16,16 @@ LEFT_OUT = 7
 def test_the_blocks_of_a_page_run(path, page, read):
     for block in read(path):
         page.run(block)
-    page.components()
+    found = {component.__name__ for component in page.components()}
+    shown = {name for block in read(path, "python") if block.not_run is None for name in derived(block.text)}
+    assert shown <= found, f"{path}: no suite ran for {', '.join(shown - found)}"
+
+
+def derived(text):
+    """The classes of a block that derive from a contract, as they are written."""
+    contracts = {"Loss", "Metric", "Processor", "Template", "Patch", "SessionModel"}
+    classes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ClassDef)]
+    return [c.name for c in classes if contracts & {base.id for base in c.bases if isinstance(base, ast.Name)}]
 
 
 def test_every_block_is_known_and_what_is_left_out_says_why(path, read):
@@ -27,6 +38,21 @@ def test_every_block_is_known_and_what_is_left_out_says_why(path, read):
 def test_few_blocks_are_left_out(read, all_pages):
     left = [f"{p}:{b.line} {b.not_run}" for p in all_pages for b in read(p) if b.not_run is not None]
     assert len(left) <= LEFT_OUT, "\n".join(left)
+
+
+def test_a_wrong_component_is_noticed(page, read):
+    from dataclasses import replace
+
+    wrong = (
+        "from twinkle_core import Loss, LossOutput\n"
+        "class Mean(Loss):\n"
+        "    def __call__(self, inputs, outputs):\n"
+        "        return LossOutput(-outputs.logps.mean(), 1.0)\n"
+    )
+    page.run(replace(read("README.md", "python")[0], text=wrong))
+    assert derived(wrong) == ["Mean"]
+    with pytest.raises(AssertionError, match=r"TestMean\.test_halves_add_up_as_its_scope_says"):
+        page.components()
 
 
 def test_a_wrong_output_is_noticed(page, read, tmp_path, monkeypatch):
