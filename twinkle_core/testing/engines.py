@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from twinkle_core.contracts.engine import Batch, LossFn
-from twinkle_core.ops.token_logps import Tempered, logps_from_logits, token_logps
+from twinkle_core.ops.from_hidden import from_hidden
 from twinkle_core.train.loop_engine import LoopEngine, evaluating
 from twinkle_core.train.single import SingleAdapter
 from twinkle_core.train.verbs import SessionModel
@@ -18,21 +18,7 @@ from twinkle_core.types import InputFeature, LossOutput, ModelOutput
 def compute(module: Any, inputs: InputFeature, needs: frozenset[str], temperature: float = 1.0) -> ModelOutput:
     """The fields in ``needs``, and nothing else, of a module whose ``forward`` gives hidden states."""
     hidden = module(inputs)
-    output = ModelOutput()
-    layer = module.output_layer if temperature == 1.0 else Tempered(module.output_layer, temperature)
-    wanted = {"entropies": "entropies" in needs, "predictions": "predictions" in needs}
-    if "logits" in needs:
-        output.logits = layer(hidden)
-    if needs & {"logps", "entropies", "predictions"}:
-        if "logits" in needs:
-            found = logps_from_logits(output.logits, inputs["labels"], **wanted)
-        else:
-            found = token_logps(hidden, layer, inputs["labels"], **wanted)
-        for key, value in zip(("logps", "entropies", "predictions"), found, strict=True):
-            if value is not None:
-                output[key] = value
-    if "hidden" in needs:
-        output.hidden, output.output_layer = hidden, layer
+    output = from_hidden(hidden, module.output_layer, inputs, needs, temperature)
     if "values" in needs:
         output["values"] = module.value_head(hidden).squeeze(-1)
     return output

@@ -49,7 +49,7 @@ def _options(suite: type) -> dict[str, Any]:
         name: vars(base)[name]
         for base in reversed(suite.__mro__[1:])
         for name, annotation in inspect.get_annotations(base).items()
-        if "ClassVar" in str(annotation) and name in vars(base) and not name.startswith("_")
+        if "ClassVar" in str(annotation) and name in vars(base) and not name.startswith("_") and name != "kind"
     }
 
 

@@ -92,6 +92,3 @@ class ToyAdapters(SingleAdapter):
     def state_dict(self, name: str) -> dict[str, torch.Tensor]:
         self.check(name)
         return super().state_dict(name) if name == BASE else {key: p.detach() for key, p in self._weights[name].items()}
-
-    def describe(self, name: str) -> dict[str, Any]:
-        return {} if name == BASE else {"rank": min(self.parameters(name)[f"{next(iter(self._layers))}.A"].shape)}
