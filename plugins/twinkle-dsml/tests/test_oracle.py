@@ -2,7 +2,8 @@
 
 It differs from the encoder, and so from this template, in these: it always opens a turn for the assistant; joins V4's system
 messages with a blank line; puts a reminder before the header; normalises tools; writes no empty line for a call without
-arguments in V4; shows thoughts of the history in V4's chat mode; and its parser cuts a parameter's name at the first space.
+arguments in V4; sorts the calls of a message by their ids in V4, where the encoder keeps them as given; leaves out empty texts
+of users; shows thoughts of the history in V4's chat mode; and its parser cuts a parameter's name at the first space.
 """
 
 from __future__ import annotations
@@ -66,6 +67,24 @@ def test_rendering(release, thinking, effort):
             reasoning_effort=effort,
         )
         assert mine.text == ENCODINGS[release]().render_conversation(asked).prompt
+
+
+@pytest.mark.parametrize("release", list(ENCODINGS))
+def test_calls_stand_as_given_and_results_as_the_calls(release):
+    """V4's encoder of theirs sorts calls by id; with ids in order of the calls it is the same text."""
+
+    def talk(ids):
+        calls = [
+            {"id": name, "type": "function", "function": {"name": f"f{k}", "arguments": '{"x": 1}'}}
+            for k, name in enumerate(ids)
+        ]
+        results = [{"role": "tool", "tool_call_id": name, "content": f"r{k}"} for k, name in enumerate(ids)]
+        asked = {"role": "assistant", "content": "", "reasoning_content": "r", "tool_calls": calls}
+        return [{"role": "user", "content": "q"}, asked, *reversed(results)]
+
+    made = [render(talk(ids), release=RELEASES[release], reasoning_effort="low").text for ids in (["9", "10"], ["a", "b"])]
+    asked = recipe.Conversation(theirs(talk(["a", "b"]), [])[0], thinking_mode=True, reasoning_effort="low")
+    assert made[0] == made[1] == ENCODINGS[release]().render_conversation(asked).prompt
 
 
 SEQUENCES = [
