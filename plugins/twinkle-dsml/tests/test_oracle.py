@@ -142,6 +142,37 @@ def my_parse(text, thinking):
     return parser.message, parser.finish_reason
 
 
+def call_of(name):
+    return f'<{DSML}invoke name="{name}">\n<{DSML}parameter name="x" string="true">1</{DSML}parameter>\n</{DSML}invoke>\n'
+
+
+PARAMETER = f'<{DSML}parameter name="y" string="true">2</{DSML}parameter>'
+STRAY = [f"</{DSML}parameter>", f"</{DSML}invoke>", f"</{DSML}", f"</{DSML}x>", "x", f"<{DSML}tool_calls>", PARAMETER]
+
+
+@pytest.mark.parametrize("stray", STRAY)
+def test_a_stray_tag_loses_no_call(stray):
+    """Before, between and within calls; only the block's own end tag ends it."""
+    within = call_of("b").replace(f"</{DSML}invoke>", f"{stray}\n</{DSML}invoke>")
+    for middle in (f"{stray}\n" + call_of("a"), call_of("a") + f"{stray}\n", call_of("a") + within):
+        text = f"r</think>\n\n<{DSML}tool_calls>\n{middle}{call_of('c')}</{DSML}tool_calls>{call_of('d')}"
+        read = my_parse(text, True)
+        assert read == their_parse(text, True)
+        parser = StreamParser()
+        for letter in text:
+            parser.feed(letter)
+        parser.finish()
+        assert parser.message == read[0]
+
+
+@pytest.mark.parametrize("last", [call_of("a"), call_of("a").replace(f"</{DSML}invoke>\n", "")])
+def test_the_blocks_end_ends_it(last):
+    """Whether or not the last call is closed. Theirs goes on after a call that is not."""
+    block = f"r</think>\n\n<{DSML}tool_calls>\n{last}</{DSML}tool_calls>"
+    for after in ("", "text", call_of("b"), f"\n\n<{DSML}tool_calls>\n{call_of('b')}</{DSML}tool_calls>"):
+        assert my_parse(block + after, True) == their_parse(block, True)
+
+
 def test_parsing():
     """Whole completions, completions cut off inside a text or a value, and stray signs and line breaks."""
     rng = random.Random(0)
