@@ -81,8 +81,8 @@ class StreamParser:
 
     Line breaks at the beginning of thought and answer, before ``</think>`` and before calls are the format's, not the
     message's. Calls need not be in a block, nor a block be closed; a thought may end with a call. A stray ``</think>`` is left
-    out, as are stray tags between calls. What follows the block is not read, nor what follows the end token. Of a call that is cut off its name and the
-    beginning of its arguments are kept, so these need not be JSON.
+    out, as are stray tags between calls. What follows the block is not read, nor what follows the end token. Of a call that is
+    cut off its name and the beginning of its arguments are kept, so these need not be JSON.
 
     Args:
         thinking: whether the prompt ended with ``<think>``.
