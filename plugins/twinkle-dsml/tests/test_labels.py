@@ -151,6 +151,7 @@ def test_tasks_are_the_prompts(small):
         (assistant("", "r", tool_calls=[call("f", {"x": f"a{EOS}b"})]), "another 'tool_calls'"),
         (assistant("", "r", tool_calls=[call("f", {f"a{EOS}b": 1})], wo_eos=True), "another 'tool_calls'"),
         (assistant("", "r", tool_calls=[call("f", {"x": f"a</{DSML}b"})]), "another 'tool_calls'"),
+        (assistant("", "r", tool_calls=[call("f", {'a" string="b': 1})]), "another 'tool_calls'"),
         (assistant("", "r", tool_calls=[call('f"', {})]), "another 'tool_calls'"),
         (assistant("", "r", tool_calls=[call(f"f{EOS}", {})]), "another 'tool_calls'"),
     ],

@@ -51,10 +51,11 @@ def _same_calls(read: Message, turn: Turn) -> bool:
 
 
 def _misread(words: str, turn: Turn) -> bool:
-    """Whether a server reads the calls otherwise than the strict parser: it stops at the first end token, a name ends at its
-    first quote, and a value at the first end of any tag."""
+    """Whether a server reads the calls otherwise than the strict parser: it stops at the first end token, a call's name ends at
+    its first quote, a parameter's where ``string`` seems to follow, and a value at the first end of any tag."""
     if not turn.calls:
         return False
     tags = 1 + len(turn.calls) + sum(len(call.arguments) for call in turn.calls)
-    inner_end = EOS in words.removesuffix(EOS)
-    return inner_end or words.count(f"</{DSML}") != tags or any('"' in call.name for call in turn.calls)
+    if EOS in words.removesuffix(EOS) or words.count(f"</{DSML}") != tags:
+        return True
+    return any('"' in call.name or any('" string="' in key for key in call.arguments) for call in turn.calls)
