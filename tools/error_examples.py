@@ -198,6 +198,8 @@ entry(
     e.TemplateError.slow("./model"),
     e.TemplateError.tokens("./model", ["<｜User｜>", "<｜Assistant｜>"], "v4-0731"),
     e.TemplateError.unreadable(1, "content"),
+    e.TemplateError.half_character("smile \ud83d"),
+    e.TemplateError.old_call(1, "assistant"),
     why="A conversation that can't be encoded rightly, or a template that can't be built. A message at fault is named by its "
     "index and role.",
     way="Repair the conversation. `template.check(trajectory)` tells the reason without raising.",

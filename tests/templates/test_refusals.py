@@ -154,3 +154,21 @@ def test_a_plain_text_too_short_to_learn_from_is_told_as_such():
     dropping = ChatTemplate(toys.chatml_tokenizer(), use_chat_template=False, truncation_strategy="delete")
     assert dropping.encode({"text": ""}) is None and dropping.dropped == 1
     assert template.encode({"text": "x"})["length"] == 2
+
+
+@pytest.mark.parametrize("role", ["user", "assistant"])
+def test_half_a_character_is_refused(role):
+    """JSON can spell a lone surrogate, in the arguments of a call too; no tokenizer takes it."""
+    template = ChatTemplate(toys.chatml_tokenizer())
+    messages = [{**message, "content": "smile \ud83d"} if message["role"] == role else message for message in TALK]
+    with pytest.raises(TemplateError, match=r"half a character .*'.*smile \\ud83d"):
+        template.encode({"messages": messages})
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"x": ' + "1" * 5000 + "}"])
+def test_json_that_python_does_not_read_is_refused(text):
+    """Nested too deep, and more digits than it takes."""
+    template = ChatTemplate(toys.chatml_tokenizer())
+    called = says("assistant", "", tool_calls=[{"function": {"name": "f", "arguments": text}}])
+    assert "the arguments of tool call 'f' are not JSON" in template.check({"messages": [TALK[0], called]})
+    assert "not JSON" in template.check({"messages": TALK, "tools": text})

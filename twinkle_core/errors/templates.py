@@ -72,6 +72,16 @@ class TemplateError(TwinkleError, ValueError):
         )
 
     @classmethod
+    def half_character(cls, text: str) -> TemplateError:
+        return cls(
+            f"the conversation holds half a character (a lone surrogate), which is no text: ...{text!a}... Repair or drop it."
+        )
+
+    @classmethod
+    def old_call(cls, turn: int, role: str) -> TemplateError:
+        return cls.at(turn, role, "'function_call' is the old form of a call; write a list 'tool_calls'")
+
+    @classmethod
     def slow(cls, name: object) -> TemplateError:
         return cls(f"the tokenizer of {name} gives no character offsets (it is no 'fast' one), so labels can't be placed.")
 

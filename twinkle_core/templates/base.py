@@ -57,11 +57,20 @@ class TextTemplate(Template):
         """Ids, and for each position its own token where it lies wholly in a span, else -100.
 
         No special tokens are added: the text has its beginning token already.
+
+        Raises:
+            TemplateError: the text holds a lone surrogate, which JSON can spell.
         """
         backend = self.tokenizer.backend_tokenizer
         backend.no_truncation()
         backend.no_padding()
-        encoded = backend.encode(text, add_special_tokens=False)
+        try:
+            encoded = backend.encode(text, add_special_tokens=False)
+        except TypeError as cause:
+            place = next((k for k, letter in enumerate(text) if "\ud800" <= letter <= "\udfff"), None)
+            if place is None:
+                raise
+            raise TemplateError.half_character(text[max(0, place - 20) : place + 20]) from cause
         ids: list[int] = encoded.ids
         targets = [IGNORE_INDEX] * len(ids)
         places = range(len(ids))

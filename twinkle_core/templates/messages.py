@@ -17,6 +17,9 @@ Turn = dict[str, Any]
 #: places in the text stay.
 SHIELD = "</thin\u2060>"
 
+#: What ``json.loads`` raises: the text is no JSON, has a number of more digits than Python reads, or is nested too deep.
+NOT_READ = (ValueError, RecursionError)
+
 _INLINE_THOUGHT = re.compile(r"^\s*<think>(.*?)</think>\s*", re.DOTALL)
 
 
@@ -100,7 +103,7 @@ def _turn(index: int, message: Any, enable_thinking: bool, style: Style) -> Turn
         raise TemplateError.at(index, role, "'role' must be a text such as 'user'")
     turn: Turn = {key: value for key, value in message.items() if value is not None or key == "content"}
     if "function_call" in turn:
-        raise TemplateError.at(index, role, "'function_call' is the old form of a call; write a list 'tool_calls'")
+        raise TemplateError.old_call(index, role)
     turn["content"] = _content(index, role, turn)
     if "tool_calls" in turn:
         if not isinstance(turn["tool_calls"], Sequence) or isinstance(turn["tool_calls"], str):
@@ -144,7 +147,7 @@ def _call(index: int, role: str, call: Any, as_text: bool) -> dict[str, Any]:
     if isinstance(arguments, str):
         try:
             parsed = json.loads(arguments) if arguments.strip() else {}
-        except json.JSONDecodeError as cause:
+        except NOT_READ as cause:
             way = f"the arguments of tool call '{function['name']}' are not JSON ({cause})"
             raise TemplateError.at(index, role, way) from cause
         arguments = parsed
@@ -182,7 +185,7 @@ def tools_of(trajectory: Mapping[str, Any]) -> list[Any] | None:
     if isinstance(tools, str):
         try:
             tools = json.loads(tools)
-        except json.JSONDecodeError as cause:
+        except NOT_READ as cause:
             raise TemplateError.argument("tools", tools[:80], f"not JSON ({cause})") from cause
     if not isinstance(tools, Sequence) or isinstance(tools, str):
         raise TemplateError.argument("tools", tools, "a list of function schemas")

@@ -148,6 +148,12 @@ def test_tasks_are_the_prompts(small):
         (assistant(f"a\n\n<{DSML}tool_calls>", "r"), "can't be read back"),
         (assistant("", "r", tool_calls=[call("f", {"x": f"</{DSML}parameter>"})]), "can't be read back"),
         (assistant("", "r", tool_calls=[call("f", {'a" string="true">b': "c"})]), "another 'tool_calls'"),
+        (assistant("", "r", tool_calls=[call("f", {"x": f"a{EOS}b"})]), "another 'tool_calls'"),
+        (assistant("", "r", tool_calls=[call("f", {f"a{EOS}b": 1})], wo_eos=True), "another 'tool_calls'"),
+        (assistant("", "r", tool_calls=[call("f", {"x": f"a</{DSML}b"})]), "another 'tool_calls'"),
+        (assistant("", "r", tool_calls=[call("f", {'a" string="b': 1})]), "another 'tool_calls'"),
+        (assistant("", "r", tool_calls=[call('f"', {})]), "another 'tool_calls'"),
+        (assistant("", "r", tool_calls=[call(f"f{EOS}", {})]), "another 'tool_calls'"),
     ],
 )
 def test_what_could_not_be_read_back_is_refused_with_its_turn(small, message, why):

@@ -2,7 +2,8 @@
 
 It differs from the encoder, and so from this template, in these: it always opens a turn for the assistant; joins V4's system
 messages with a blank line; puts a reminder before the header; normalises tools; writes no empty line for a call without
-arguments in V4; shows thoughts of the history in V4's chat mode; and its parser cuts a parameter's name at the first space.
+arguments in V4; sorts the calls of a message by their ids in V4, where the encoder keeps them as given; leaves out empty texts
+of users; shows thoughts of the history in V4's chat mode; and its parser cuts a parameter's name at the first space.
 """
 
 from __future__ import annotations
@@ -68,6 +69,24 @@ def test_rendering(release, thinking, effort):
         assert mine.text == ENCODINGS[release]().render_conversation(asked).prompt
 
 
+@pytest.mark.parametrize("release", list(ENCODINGS))
+def test_calls_stand_as_given_and_results_as_the_calls(release):
+    """V4's encoder of theirs sorts calls by id; with ids in order of the calls it is the same text."""
+
+    def talk(ids):
+        calls = [
+            {"id": name, "type": "function", "function": {"name": f"f{k}", "arguments": '{"x": 1}'}}
+            for k, name in enumerate(ids)
+        ]
+        results = [{"role": "tool", "tool_call_id": name, "content": f"r{k}"} for k, name in enumerate(ids)]
+        asked = {"role": "assistant", "content": "", "reasoning_content": "r", "tool_calls": calls}
+        return [{"role": "user", "content": "q"}, asked, *reversed(results)]
+
+    made = [render(talk(ids), release=RELEASES[release], reasoning_effort="low").text for ids in (["9", "10"], ["a", "b"])]
+    asked = recipe.Conversation(theirs(talk(["a", "b"]), [])[0], thinking_mode=True, reasoning_effort="low")
+    assert made[0] == made[1] == ENCODINGS[release]().render_conversation(asked).prompt
+
+
 SEQUENCES = [
     roles
     for size in range(1, 5)
@@ -121,6 +140,37 @@ def my_parse(text, thinking):
     parser.feed(text)
     parser.finish()
     return parser.message, parser.finish_reason
+
+
+def call_of(name):
+    return f'<{DSML}invoke name="{name}">\n<{DSML}parameter name="x" string="true">1</{DSML}parameter>\n</{DSML}invoke>\n'
+
+
+PARAMETER = f'<{DSML}parameter name="y" string="true">2</{DSML}parameter>'
+STRAY = [f"</{DSML}parameter>", f"</{DSML}invoke>", f"</{DSML}", f"</{DSML}x>", "x", f"<{DSML}tool_calls>", PARAMETER]
+
+
+@pytest.mark.parametrize("stray", STRAY)
+def test_a_stray_tag_loses_no_call(stray):
+    """Before, between and within calls; only the block's own end tag ends it."""
+    within = call_of("b").replace(f"</{DSML}invoke>", f"{stray}\n</{DSML}invoke>")
+    for middle in (f"{stray}\n" + call_of("a"), call_of("a") + f"{stray}\n", call_of("a") + within):
+        text = f"r</think>\n\n<{DSML}tool_calls>\n{middle}{call_of('c')}</{DSML}tool_calls>{call_of('d')}"
+        read = my_parse(text, True)
+        assert read == their_parse(text, True)
+        parser = StreamParser()
+        for letter in text:
+            parser.feed(letter)
+        parser.finish()
+        assert parser.message == read[0]
+
+
+@pytest.mark.parametrize("last", [call_of("a"), call_of("a").replace(f"</{DSML}invoke>\n", "")])
+def test_the_blocks_end_ends_it(last):
+    """Whether or not the last call is closed. Theirs goes on after a call that is not."""
+    block = f"r</think>\n\n<{DSML}tool_calls>\n{last}</{DSML}tool_calls>"
+    for after in ("", "text", call_of("b"), f"\n\n<{DSML}tool_calls>\n{call_of('b')}</{DSML}tool_calls>"):
+        assert my_parse(block + after, True) == their_parse(block, True)
 
 
 def test_parsing():

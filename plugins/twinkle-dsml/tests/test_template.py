@@ -29,6 +29,17 @@ def assistant(text, **more):
     return {"role": "assistant", "content": text, **more}
 
 
+def calls(arguments):
+    return {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
+
+
+def nested(depth):
+    value = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
 def chat(messages, **options):
     return render(messages, mode="chat", **options).text
 
@@ -80,6 +91,7 @@ def test_a_data_set_takes_it_by_name(small):
         ({"release": "v3.2", "reasoning_effort": "high"}, "no reasoning effort at all"),
         ({"max_length": 1}, "max_length=1"),
         ({"truncation_strategy": "middle"}, "truncation_strategy='middle'"),
+        ({"default_system": ["S"], "reasoning_effort": "low"}, r"default_system=\['S'\]: a text"),
         ({"train_on": "first"}, "train_on='first'"),
     ],
 )
@@ -120,6 +132,47 @@ def test_prompts(small):
     assert template.decode(row["input_ids"]) == f"{BOS}{USER}q{ASSISTANT}<think>"
     with pytest.raises(TemplateError, match="ends with the assistant"):
         template.encode({"messages": [user("q"), assistant("a")]}, add_generation_prompt=True)
+
+
+@pytest.mark.parametrize("text", ["half \ud800", '{"x": "\\ud800"}'])
+def test_half_a_character_is_refused(small, text):
+    """JSON can spell it, so rows that are read without complaint may hold it in the arguments of a call."""
+    message = calls(text) if "{" in text else assistant(text)
+    template = DSMLTemplate(small, enable_thinking=False)
+    assert "half a character" in template.check({"messages": [user("q"), message]})
+
+
+@pytest.mark.parametrize(
+    ("release", "messages", "waits"),
+    [
+        ("v4-0731", ["system"], False),
+        ("v4-0731", ["user", "system"], False),
+        ("v4-0731", ["latest_reminder"], False),
+        ("v4-0731", ["assistant", "latest_reminder"], False),
+        ("v4-0731", ["user", "latest_reminder"], True),
+        ("v4-0731", ["developer"], True),
+        ("v4-0731", ["user", "assistant", "tool"], True),
+        ("v4.1", ["system"], True),
+        ("v4.1", ["user", "assistant"], False),
+        ("v3.2", ["system"], False),
+    ],
+)
+def test_a_prompt_has_the_header_or_is_refused(small, release, messages, waits):
+    template = DSMLTemplate(small, release=release, enable_thinking=False)
+    trajectory = {"messages": [{"role": role, "content": "x"} for role in messages]}
+    shown = template.render(trajectory).replace("<｜latest_reminder｜>x", "").endswith(f"{ASSISTANT}</think>")
+    assert shown == waits
+    if waits:
+        assert template.encode(trajectory, add_generation_prompt=True)["input_ids"]
+    else:
+        with pytest.raises(TemplateError, match=r"a prompt needs a question|ends with the assistant"):
+            template.encode(trajectory, add_generation_prompt=True)
+
+
+def test_what_was_asked_in_the_context_is_answered(small):
+    template = DSMLTemplate(small, enable_thinking=False)
+    reminder = {"messages": [{"role": "latest_reminder", "content": "x"}]}
+    assert template.encode(reminder, add_generation_prompt=True, context=[user("q")])["length"]
 
 
 def test_default_system(small):
@@ -166,8 +219,21 @@ def test_parse(small):
         ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": [1]}}]}, "are no mapping"),
         ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"x": object()}}}]}, "is not JSON"),
         ({"role": "system", "content": "x", "tools": "f"}, "tools='f': not JSON"),
-        ({"role": "system", "content": "x", "tools": ["f"]}, "a tool is a mapping"),
+        ({"role": "system", "content": "x", "tools": ["f"]}, "a tool is {'function'"),
+        ({"role": "system", "content": "x", "tools": [{"function": {"description": "no name"}}]}, "a tool is {'function'"),
+        ({"role": "system", "content": "x", "response_format": "{"}, "'response_format' is not JSON"),
+        ({"role": "system", "content": "x", "response_format": "[1]"}, "'response_format' is no schema"),
         ({"role": "developer", "content": ""}, "'content' is empty"),
+        ({"role": "user", "content": "x", "task": ["query"]}, "'task' must be one of"),
+        ({"role": "user", "content": "x", "tools": [TOOL]}, "it has 'tools', which are for system and developer messages"),
+        ({"role": "user", "content": "x", "tool_calls": [{}]}, "it has 'tool_calls', which are for assistant messages"),
+        ({"role": "assistant", "content": None}, "it has no 'content'"),
+        ({"role": "assistant", "content": None, "function_call": {"name": "f"}}, "'function_call' is the old form"),
+        (calls({(1, 2): 1}), r"a parameter of tool call 'f' is named \(1, 2\)"),
+        (calls({True: 1}), "a parameter of tool call 'f' is named True"),
+        (calls("[" * 100_000), "the arguments of tool call 'f': .*recursion"),
+        (calls('{"x": ' + "1" * 5000 + "}"), "the arguments of tool call 'f': .*digits"),
+        (calls({"x": nested(5000)}), "argument 'x'' is not JSON: .*recursion"),
     ],
 )
 def test_wrong_messages_are_refused_with_their_number(message, why):
@@ -220,7 +286,9 @@ def test_tools_beside_the_messages_go_to_the_first_system_message():
 
 
 def test_tools_of_a_developers_message():
-    text = chat([{"role": "developer", "content": "D", "tools": [TOOL], "response_format": {"type": "object"}}])
+    message = {"role": "developer", "content": "D", "tools": [TOOL], "response_format": {"type": "object"}}
+    text = chat([message])
+    assert chat([{**message, "response_format": '{"type": "object"}'}]) == text
     assert text.startswith(f"{BOS}{USER}D\n\n## Tools") and text.endswith(f'{{"type": "object"}}{ASSISTANT}</think>')
 
 
@@ -279,6 +347,7 @@ def test_v32_developers():
         ([user("q"), {"role": "tool", "content": "a"}], "result 1 of 0"),
         ([user("q"), assistant("", tool_calls=[CALL, CALL]), {"role": "tool", "content": "a"}], "only 1 of 2"),
         ([user("q"), assistant("a")], "no answer without a thought"),
+        ([user("q", task="query"), assistant("a")], "'task' must be left out: release v3.2 has none"),
         ([user("q"), {"role": "latest_reminder", "content": "a"}], "'role' must be one of"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,7 +22,7 @@ def additions(turn: Turn, release: Release) -> str:
     """What stands after the text of a system's or developer's message: its tools and the format of the answer.
 
     Raises:
-        TemplateError: a tool is no mapping, or is not JSON.
+        TemplateError: a tool has no name, or is not JSON.
     """
     added = ""
     if turn.tools:
@@ -34,15 +35,16 @@ def additions(turn: Turn, release: Release) -> str:
 
 def _schema(turn: Turn, tool: Any) -> str:
     function = tool.get("function", tool) if isinstance(tool, Mapping) else None
-    if not isinstance(function, Mapping):
-        raise TemplateError.at(turn.index, turn.role, f"a tool is a mapping with 'function', not {tool!r:.80}")
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(name, str) or not name:
+        raise TemplateError.at(turn.index, turn.role, f"a tool is {{'function': {{'name', …}}}}, not {reprlib.repr(tool)}")
     return _checked(turn, "tools", function)
 
 
 def _checked(turn: Turn, what: str, value: Any) -> str:
     try:
         return to_json(value)
-    except (TypeError, ValueError) as cause:
+    except (TypeError, ValueError, RecursionError) as cause:
         raise TemplateError.at(turn.index, turn.role, f"'{what}' is not JSON: {cause}") from cause
 
 

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import json
+import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from twinkle_core.errors import TemplateError
-from twinkle_core.templates.messages import tools_of
-from twinkle_dsml.tokens import TASKS
+from twinkle_core.templates.messages import NOT_READ, tools_of
+from twinkle_dsml.releases import Release
 
 #: role -> keys of which a message must have one: a misspelt 'content' would otherwise be an empty message
 _SAYS = {
     "assistant": ("content", "reasoning_content", "reasoning", "tool_calls"),
     "system": ("content", "tools", "response_format"),
     "user": ("content", "content_blocks"),
+}
+#: key -> roles that write it: of another's message it would be lost
+_WRITTEN_BY = {
+    "tools": ("system", "developer"),
+    "response_format": ("system", "developer"),
+    "tool_calls": ("assistant",),
 }
 
 
@@ -49,11 +56,11 @@ class Turn:
     task: str | None = None
     ends: bool = True
     tools: list[Any] = field(default_factory=list)
-    response_format: Any = None
+    response_format: Mapping[str, Any] | None = None
     emitted: bool = True  # False for context, which was encoded before
 
 
-def turns_of(messages: Any, roles: frozenset[str], *, emitted: bool = True) -> list[Turn]:
+def turns_of(messages: Any, release: Release, *, emitted: bool = True) -> list[Turn]:
     """Messages as turns, each by itself.
 
     Raises:
@@ -61,22 +68,14 @@ def turns_of(messages: Any, roles: frozenset[str], *, emitted: bool = True) -> l
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str):
         raise TemplateError.shape(messages)
-    return [_turn(index, message, roles, emitted) for index, message in enumerate(messages)]
+    return [_turn(index, message, release, emitted) for index, message in enumerate(messages)]
 
 
-def _turn(index: int, message: Any, roles: frozenset[str], emitted: bool) -> Turn:
+def _turn(index: int, message: Any, release: Release, emitted: bool) -> Turn:
     if not isinstance(message, Mapping):
         raise TemplateError.at(index, type(message).__name__, "it is not a mapping with 'role' and 'content'")
-    role = message.get("role")
-    if not isinstance(role, str) or role not in roles:
-        raise TemplateError.at(index, role, f"'role' must be one of {', '.join(sorted(roles))}")
-    if not any(key in message for key in _SAYS.get(role, ("content",))):
-        others = ", ".join(repr(key) for key in message if key != "role")
-        raise TemplateError.at(index, role, f"it has no 'content'{others and f' (but {others})'}")
-    task = message.get("task")
-    if task is not None and task not in TASKS:
-        raise TemplateError.at(index, role, f"'task' must be one of {', '.join(TASKS)}, not {task!r:.40}")
-    turn = Turn(role, index, task=task, ends=not message.get("wo_eos"), emitted=emitted)
+    role = _role(index, message, release)
+    turn = Turn(role, index, task=_task(index, role, message, release), ends=not message.get("wo_eos"), emitted=emitted)
     content = message.get("content")
     if role == "user":
         turn.blocks = _blocks(index, message)
@@ -86,7 +85,7 @@ def _turn(index: int, message: Any, roles: frozenset[str], emitted: bool) -> Tur
         turn.text = _joined(index, role, content)
     if role in ("system", "developer"):
         turn.tools = _tools(index, role, message)
-        turn.response_format = message.get("response_format")
+        turn.response_format = _response_format(index, role, message)
     if role == "developer" and not turn.text:
         raise TemplateError.at(index, role, "its 'content' is empty")
     if role == "assistant":
@@ -95,6 +94,48 @@ def _turn(index: int, message: Any, roles: frozenset[str], emitted: bool) -> Tur
         turn.calls = [_call(index, call) for call in calls]
         turn.call_ids = [str(call.get("id") or "") if isinstance(call, Mapping) else "" for call in calls]
     return turn
+
+
+def _role(index: int, message: Mapping[str, Any], release: Release) -> str:
+    """The role of a message that says something, and nothing that its role does not write."""
+    role = message.get("role")
+    if not isinstance(role, str) or role not in release.roles:
+        raise TemplateError.at(index, role, f"'role' must be one of {', '.join(sorted(release.roles))}")
+    if message.get("function_call") is not None:
+        raise TemplateError.old_call(index, role)
+    keys = _SAYS.get(role, ("content",))
+    silent = role == "assistant" and message.get("content") is None and not any(message.get(key) for key in keys)
+    if silent or not any(key in message for key in keys):
+        others = ", ".join(repr(key) for key in message if key not in ("role", "content"))
+        raise TemplateError.at(index, role, f"it has no 'content'{others and f' (but {others})'}")
+    lost = next((key for key, roles in _WRITTEN_BY.items() if role not in roles and message.get(key)), None)
+    if lost:
+        raise TemplateError.at(index, role, f"it has {lost!r}, which are for {' and '.join(_WRITTEN_BY[lost])} messages")
+    return role
+
+
+def _task(index: int, role: str, message: Mapping[str, Any], release: Release) -> str | None:
+    task = message.get("task")
+    if task is not None and (not isinstance(task, str) or task not in release.tasks):
+        known = f"one of {', '.join(release.tasks)}" if release.tasks else f"left out: release {release.name} has none"
+        raise TemplateError.at(index, role, f"'task' must be {known}, not {reprlib.repr(task)}")
+    return task
+
+
+def _response_format(index: int, role: str, message: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    given = message.get("response_format")
+    if not given:
+        return None
+    if isinstance(given, str):
+        try:
+            given = json.loads(given)
+        except NOT_READ as cause:
+            raise TemplateError.at(index, role, f"'response_format' is not JSON: {cause}") from cause
+    if not isinstance(given, Mapping):
+        raise TemplateError.at(
+            index, role, f"'response_format' is no schema (a mapping, or JSON text of one): {reprlib.repr(given)}"
+        )
+    return given
 
 
 def _text(index: int, message: Mapping[str, Any], *keys: str) -> str:
@@ -140,7 +181,7 @@ def _parts(index: int, role: str, content: Any) -> Iterable[str]:
         elif isinstance(part.get("text"), str):
             yield part["text"]
         else:
-            raise TemplateError.at(index, role, f"a part of type 'text' has no text: {part!r:.80}")
+            raise TemplateError.at(index, role, f"a part of type 'text' has no text: {reprlib.repr(part)}")
 
 
 def _blocks(index: int, message: Mapping[str, Any]) -> list[str | Result]:
@@ -163,18 +204,25 @@ def _blocks(index: int, message: Mapping[str, Any]) -> list[str | Result]:
 def _call(index: int, call: Any) -> Call:
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
-        way = f"a tool call needs {{'function': {{'name', 'arguments'}}}}, not {call!r:.80}"
+        way = f"a tool call needs {{'function': {{'name', 'arguments'}}}}, not {reprlib.repr(call)}"
         raise TemplateError.at(index, "assistant", way)
     name, arguments = function["name"], function.get("arguments")
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
-        except ValueError:
+        except json.JSONDecodeError:
             arguments = {"arguments": arguments}  # as the model's own encoder does
+        except NOT_READ as cause:
+            raise TemplateError.at(index, "assistant", f"the arguments of tool call '{name}': {cause}") from cause
     if arguments is None:
         arguments = {}
     if not isinstance(arguments, Mapping):
-        raise TemplateError.at(index, "assistant", f"the arguments of tool call '{name}' are no mapping: {arguments!r:.80}")
+        raise TemplateError.at(
+            index, "assistant", f"the arguments of tool call '{name}' are no mapping: {reprlib.repr(arguments)}"
+        )
+    odd = [key for key in arguments if not isinstance(key, str)]
+    if odd:
+        raise TemplateError.at(index, "assistant", f"a parameter of tool call '{name}' is named {odd[0]!r}, which is no text")
     return Call(name, arguments)
 
 

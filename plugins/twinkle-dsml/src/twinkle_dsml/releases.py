@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from twinkle_core.errors import TemplateError
-from twinkle_dsml.tokens import ASSISTANT, BOS, DSML, EOS, SYSTEM, THINK, THINK_END, USER
+from twinkle_dsml.tokens import ASSISTANT, BOS, DSML, EOS, SYSTEM, TASKS, THINK, THINK_END, USER
 
 _ABSOLUTE_MAXIMUM = (
     "Reasoning Effort: Absolute maximum with no shortcuts permitted.\n"
@@ -130,6 +130,7 @@ class Release:
       ``default_effort``: what no value means.
     * ``single``: what must be one token each.
     * ``system_mark``: written before a system message.
+    * ``roles``: of messages; ``tasks``: what ``task`` of a message may be, and the token that it writes.
     * ``answered``: roles after which the assistant's header is written, and ``answers``: roles before which it is. With
       ``assistant`` among the answered, every message of the assistant has a header, the first of all too.
     """
@@ -144,6 +145,7 @@ class Release:
     single: tuple[str, ...] = (*_SINGLE, DSML)
     system_mark: str = ""
     roles: frozenset[str] = frozenset({"system", "user", "assistant", "tool", "developer", "latest_reminder"})
+    tasks: Mapping[str, str] = field(default_factory=lambda: TASKS)
     answered: frozenset[str] = frozenset({"user", "developer"})
     answers: frozenset[str] = frozenset({"assistant", "latest_reminder"})
 
@@ -197,6 +199,7 @@ RELEASES: Mapping[str, Release] = {
             layout="v3.2",
             single=_SINGLE,
             roles=frozenset({"system", "user", "assistant", "tool", "developer"}),
+            tasks={},
         ),
     )
 }

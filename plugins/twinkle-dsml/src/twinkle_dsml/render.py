@@ -14,7 +14,7 @@ from twinkle_dsml.markup import additions, write_calls
 from twinkle_dsml.messages import Result, Turn
 from twinkle_dsml.pieces import Piece
 from twinkle_dsml.releases import RELEASES, Release
-from twinkle_dsml.tokens import ASSISTANT, BOS, EOS, REMINDER, TASKS, THINK, THINK_END, USER
+from twinkle_dsml.tokens import ASSISTANT, BOS, EOS, REMINDER, THINK, THINK_END, USER
 
 Mode = Literal["thinking", "chat"]
 
@@ -64,8 +64,8 @@ def render(
     """
     if mode not in ("thinking", "chat"):
         raise TemplateError.argument("mode", mode, "'thinking' or 'chat'")
-    before = prepare.turns_of(context, release.roles, emitted=False)
-    turns = [*before, *prepare.turns_of(messages, release.roles)]
+    before = prepare.turns_of(context, release, emitted=False)
+    turns = [*before, *prepare.turns_of(messages, release)]
     if default_system is not None and not before and (not turns or turns[0].role != "system"):
         turns.insert(0, Turn("system", -1, default_system))
     turns = prepare.place_tools(turns, tools)
@@ -136,9 +136,9 @@ def _last_question(turns: Sequence[Turn]) -> int:
 def _transition(turn: Turn, release: Release, following: str | None, thinking: bool, thinks: bool) -> str:
     """What stands between a message and the assistant's: the token of a task, the header, or nothing."""
     if turn.task is not None and turn.task != "action":
-        return TASKS[turn.task]
+        return release.tasks[turn.task]
     if turn.task is not None:
-        return ASSISTANT + (THINK if thinking else THINK_END) + TASKS[turn.task]
+        return ASSISTANT + (THINK if thinking else THINK_END) + release.tasks[turn.task]
     if turn.role in release.answered and not (turn.role == "assistant" and following is None):
         return ASSISTANT + (THINK if thinks else THINK_END)
     return ""

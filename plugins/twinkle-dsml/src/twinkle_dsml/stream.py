@@ -15,9 +15,11 @@ from typing import Literal, NamedTuple
 
 from twinkle_core.types import Message, ToolCall
 from twinkle_dsml.markup import to_json
+from twinkle_dsml.releases import RELEASES
 from twinkle_dsml.tokens import DSML, EOS, THINK_END
 
 _OPEN, _CLOSE = f"<{DSML}", f"</{DSML}"
+_BLOCK_ENDS = tuple(sorted({f"{release.tags.closed(release.tags.block)}>" for release in RELEASES.values()}))
 _INVOKE, _PARAMETER, _NAMED = 'invoke name="', 'parameter name="', '" string="'
 
 
@@ -53,7 +55,7 @@ def _pattern(*signs: str) -> re.Pattern[str]:
 _SIGNS = {
     _State.THOUGHT: _pattern(THINK_END, _OPEN),
     _State.CONTENT: _pattern(THINK_END, _OPEN),
-    _State.BLOCK: _pattern(_INVOKE, _CLOSE),
+    _State.BLOCK: _pattern(_INVOKE, *_BLOCK_ENDS),
     _State.NAME: _pattern('"'),
     _State.CALL: _pattern(_INVOKE, _PARAMETER, _CLOSE),
     _State.KEY: _pattern(_NAMED),
@@ -61,7 +63,7 @@ _SIGNS = {
     _State.TEXT: _pattern(_CLOSE),
     _State.JSON: _pattern(_CLOSE),
 }
-_LONGEST = max(map(len, (EOS, THINK_END, _OPEN, _CLOSE, _INVOKE, _PARAMETER, _NAMED)))
+_LONGEST = max(map(len, (EOS, THINK_END, _OPEN, _CLOSE, _INVOKE, _PARAMETER, _NAMED, *_BLOCK_ENDS)))
 #: states whose text is given on at once; their signs begin with '<'
 _FLOWS = {state: state in (_State.THOUGHT, _State.CONTENT, _State.TEXT, _State.JSON) for state in _State}
 _BEGINNINGS = frozenset(sign[:n] for sign in (EOS, THINK_END, _OPEN, _CLOSE) for n in range(1, len(sign)))
@@ -79,8 +81,8 @@ class StreamParser:
 
     Line breaks at the beginning of thought and answer, before ``</think>`` and before calls are the format's, not the
     message's. Calls need not be in a block, nor a block be closed; a thought may end with a call. A stray ``</think>`` is left
-    out. What follows the block is not read, nor what follows the end token. Of a call that is cut off its name and the
-    beginning of its arguments are kept, so these need not be JSON.
+    out, as are stray tags between calls. What follows the block is not read, nor what follows the end token. Of a call that is
+    cut off its name and the beginning of its arguments are kept, so these need not be JSON.
 
     Args:
         thinking: whether the prompt ended with ``<think>``.
@@ -253,6 +255,8 @@ class StreamParser:
             return
         self._argue("{}" if self._first else "}")  # also where the next call begins before this one is closed
         self._state = _State.NAME if sign == _INVOKE else _State.BLOCK
+        if sign == _CLOSE:
+            self._at -= len(sign)  # it may be the block's
 
     def _after_key(self, sign: str) -> None:
         self._argue(("{" if self._first else ", ") + to_json(self._taken()) + ": ")

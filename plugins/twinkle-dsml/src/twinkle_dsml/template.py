@@ -68,6 +68,8 @@ class DSMLTemplate(TextTemplate):
         missing = [token for token, parts in ids.items() if len(parts) != 1]
         if missing:
             raise TemplateError.tokens(self.name, missing, self.release.name)
+        if default_system is not None and not isinstance(default_system, str):
+            raise TemplateError.argument("default_system", default_system, "a text, or None")
         self.default_system = default_system
         self.enable_thinking = enable_thinking
         self.drop_thinking = drop_thinking
@@ -126,10 +128,20 @@ class DSMLTemplate(TextTemplate):
             context=context,
             default_system=self.default_system,
         )
-        last = messages[-1]
-        if waits and last["role"] == "assistant" and not last.get("wo_eos") and not last.get("task"):
-            raise TemplateError.prompt()
+        if waits:
+            self._assert_waits([*context, *messages], len(messages))
         return rendered
+
+    def _assert_waits(self, messages: Sequence[Message], count: int) -> None:
+        """Raise TemplateError unless the text ends where the assistant goes on; the last ``count`` messages are not context."""
+        asked = next((m for m in reversed(messages) if m["role"] != "latest_reminder"), messages[-1])
+        if asked.get("task") or (asked["role"] == "assistant" and asked.get("wo_eos")):
+            return
+        if asked["role"] == "assistant":
+            raise TemplateError.prompt()
+        if asked["role"] not in (*self.release.answered, "tool"):
+            way = f"release {self.release.name} has no header of the assistant after it; a prompt needs a question"
+            raise TemplateError.at(count - 1, messages[-1]["role"], way)
 
     def parse(self, text: str, *, strict: bool = False) -> Message:
         """A completion to a message: ``role``, ``content``, ``reasoning_content``, ``tool_calls``, each always there.
