@@ -64,6 +64,16 @@ def dummy_row(like: InputFeature | None = None) -> InputFeature:
     return row  # type: ignore[return-value]
 
 
+def completed(prompt: Mapping[str, Any], completion: Sequence[int]) -> InputFeature:
+    """Prompt and completion as a row to train on: aligned labels on the completion alone."""
+    ids = torch.as_tensor(prompt["input_ids"]).flatten()
+    if prompt.get("attention_mask") is not None:
+        ids = ids[torch.as_tensor(prompt["attention_mask"]).flatten().bool()]
+    before: list[int] = ids.tolist()
+    labels = [*[IGNORE_INDEX] * (len(before) - 1), *completion, IGNORE_INDEX]
+    return {"input_ids": [*before, *completion], "labels": labels, "length": len(labels)}
+
+
 def check_batch(batch: Mapping[str, Any], loss: Loss | None) -> None:
     """Shapes and types of a collated batch, whoever collated it. Looks at no value: that would wait for a device.
 
