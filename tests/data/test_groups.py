@@ -149,7 +149,7 @@ def test_a_group_is_dropped_as_a_whole_and_never_cut_into_more_rows():
 
 def test_pairs_given_to_a_model_are_its_rows():
     """Raw or encoded, and never one member without the other."""
-    rows = list(DataLoader(encoded(items=[PAIR] * 2), batch_size=2))[0]
+    rows = next(iter(DataLoader(encoded(items=[PAIR] * 2), batch_size=2)))
     losses = []
     for given in (rows, list(encoded(items=[PAIR] * 2)), [PAIR] * 2):
         torch.manual_seed(0)

@@ -98,7 +98,8 @@ class DatasetConfig(_Strict):
     )
     preprocessor: Named | None = Field(
         None,
-        description="a name of kind 'preprocessor'; none: rows hold 'messages' (dpo: 'positive' and 'negative'; pt: 'text') already",
+        description="a name of kind 'preprocessor'; none: rows hold 'messages' already (dpo: 'positive' and 'negative'; pt: "
+        "'text')",
     )
 
 

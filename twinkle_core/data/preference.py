@@ -91,7 +91,7 @@ def _name(processor: object) -> str:
 
 
 def _is_assistant(turn: Row) -> bool:
-    return ShareGPTProcessor.ROLES.get(turn.get("from", turn.get("role"))) in ("assistant", "function_call")  # type: ignore[arg-type]
+    return ShareGPTProcessor.ROLES.get(turn.get("from", turn.get("role"))) in ("assistant", "function_call")
 
 
 def _prompt(processor: object, messages: Sequence[Row]) -> list[Any]:

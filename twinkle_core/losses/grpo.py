@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from twinkle_core.losses import settings
-from twinkle_core.losses.policy import SEQUENCE, TOKEN, PolicyLoss, Surrogate, clipped
+from twinkle_core.losses.policy import SEQUENCE, PolicyLoss, Surrogate, clipped
 from twinkle_core.types import InputFeature
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from twinkle_core.losses import settings
-from twinkle_core.losses.policy import SEQUENCE, TOKEN, PolicyLoss, Surrogate
+from twinkle_core.losses.policy import SEQUENCE, PolicyLoss, Surrogate
 from twinkle_core.types import InputFeature
 
 

@@ -15,8 +15,9 @@ from twinkle_core.contracts.metric import Metric
 from twinkle_core.contracts.model import Inputs
 from twinkle_core.errors import EmptyBatch, NoForward, NoTemplate, NotInForward, NoTrainableParameters, Unsupported
 from twinkle_core.log import get_logger
+from twinkle_core.processors.input import row_lengths
 from twinkle_core.train import limits, losses, micro, normalise, optim
-from twinkle_core.train.prepare import completed, count_rows
+from twinkle_core.train.prepare import by_token, completed, count_rows, fit_args
 from twinkle_core.train.session import Pending, Session
 from twinkle_core.train.sessions import Sessions, one_at_a_time
 from twinkle_core.types import LossOutput, ModelOutput
@@ -125,8 +126,7 @@ class ForwardVerbs(Sessions):
         session.pending[False] = pending
         if not parts:
             return ModelOutput()
-        left = getattr(self._or_base(session, "processor"), "padding_side", "right") == "left"
-        return _shown(ModelOutput(micro.join(parts, pad_left=left)), return_logits)
+        return _shown(ModelOutput(micro.join(parts, pad_left=self._pads_left(session))), return_logits)
 
     @one_at_a_time
     def calculate_loss(self, *, adapter_name: str | None = None, **loss_args: Any) -> float:
@@ -298,6 +298,9 @@ class ForwardVerbs(Sessions):
 
     # ------------------------------------------------------------------------------------------------ inside
 
+    def _pads_left(self, session: Session) -> bool:
+        return getattr(self._or_base(session, "processor"), "padding_side", "right") == "left"
+
     def _losses_of(self, session: Session, waiting: list[Pending], loss_args: Mapping[str, Any]) -> None:
         """Compute what is missing of the losses of a forward, with the weights and in the mode that the forward had."""
         loss = self._loss(session)
@@ -305,12 +308,16 @@ class ForwardVerbs(Sessions):
             return
         losses.check_args(loss, loss_args)
         rows = sum(len(part.batch.rows) for part in waiting)
+        real = [part.batch.inputs for part in waiting if not part.batch.dummy] if by_token(loss_args) else []
+        lengths = [length for inputs in real for length in row_lengths(inputs)]
+        left = self._pads_left(session)
         for part in waiting:
             losses.check_labels(loss, part.batch.inputs)
             if missing := losses.not_computed(loss, part.output):
                 raise NotInForward(losses.name_of(loss), missing, session.name)
             at = range(part.batch.rows[0], part.batch.rows[-1] + 1) if part.batch.rows else range(0)
-            args = micro.cut_args(loss_args, at, rows, self.engine.device)
+            fitted = fit_args(loss_args, lengths, at, part.batch.inputs, left=left) if lengths else loss_args
+            args = micro.cut_args(fitted, at, rows, self.engine.device)
             batch = Batch(part.batch.inputs, part.batch.rows, args, part.batch.dummy)
             with self.adapters.activate(part.active), self.engine.mode(part.train):
                 train, ranks = part.train and not part.batch.dummy, self.engine.ranks()

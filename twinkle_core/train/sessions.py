@@ -13,6 +13,7 @@ from twinkle_core import names
 from twinkle_core.contracts.adapters import BASE, AdapterStore
 from twinkle_core.contracts.engine import SPLIT_STEP, Engine
 from twinkle_core.contracts.loss import Loss
+from twinkle_core.data import groups
 from twinkle_core.errors import (
     BadArgument,
     BadInputs,
@@ -23,7 +24,6 @@ from twinkle_core.errors import (
     Unsupported,
     WhichAdapter,
 )
-from twinkle_core.data import groups
 from twinkle_core.train.micro import of_rows
 from twinkle_core.train.prepare import Rows, as_rows
 from twinkle_core.train.session import Session

@@ -50,7 +50,7 @@ def drawing_from(generator: torch.Generator | None, device: torch.device) -> Ite
     seed = int(torch.randint(2**62, (), generator=generator, device=generator.device))
     there = [] if device.type == "cpu" else [device.index or 0]
     with torch.random.fork_rng(there, device_type=device.type if there else "cuda"):
-        torch.random.default_generator.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
         if there:
             with device:
                 torch.get_device_module(device).manual_seed(seed)
