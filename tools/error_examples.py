@@ -273,7 +273,7 @@ entry(
 )
 entry(e.BadMetricResult("AcmeMetric", "NoneType"))
 entry(e.BadGroups("PairLoss", [2, 2], 5), way="Correct `groups()` of the loss, or give it rows that come in whole groups.")
-entry(e.RowsChanged("advantages", 8, 7))
+entry(e.RowsChanged("advantages", 8, 7), e.RowsChanged(None, 8, 7))
 entry(
     e.BadLossArgument(
         "GRPOLoss",

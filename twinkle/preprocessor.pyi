@@ -1,5 +1,6 @@
 from typing import Any
 
+from twinkle_core.data.preference import PreferenceProcessor as PreferenceProcessor
 from twinkle_core.data.preprocessors import AlpacaProcessor as AlpacaProcessor
 from twinkle_core.data.preprocessors import MessagesProcessor as MessagesProcessor
 from twinkle_core.data.preprocessors import SelfCognitionProcessor as SelfCognitionProcessor

@@ -59,6 +59,7 @@ KNOWN = {
     ("optimizer", "sgd"): ("SGD", "twinkle-core", "0.1.0"),
     ("preprocessor", "alpaca"): ("AlpacaProcessor", "twinkle-core", "0.1.0"),
     ("preprocessor", "messages"): ("MessagesProcessor", "twinkle-core", "0.1.0"),
+    ("preprocessor", "preference"): ("PreferenceProcessor", "twinkle-core", "0.1.0"),
     ("preprocessor", "self_cognition"): ("SelfCognitionProcessor", "twinkle-core", "0.1.0"),
     ("preprocessor", "sharegpt"): ("ShareGPTProcessor", "twinkle-core", "0.1.0"),
     ("processor", "input"): ("InputProcessor", "twinkle-core", "0.1.0"),

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
+
+from twinkle_transformers.model import TransformersModel
+from twinkle_transformers.testing import write_tiny_llama
 
 COOKBOOK = Path(__file__).parents[2] / "cookbook"
 
@@ -47,3 +54,78 @@ def test_three_heights_give_the_same_weights_and_resuming_too(tiny, tmp_path, tw
     assert all(f"output_dir/{name}`" in readme for name in written[2:]), written
     rates = [row["lr"] for row in lines(tmp_path / "yaml/metrics.jsonl")]
     assert rates[0] == 1e-3 and all(rate > 0 for rate in rates)
+
+
+def _numbers(text: str, name: str) -> list[float]:
+    """The number that follows ``name`` in each line that has it."""
+    return [float(words[words.index(name) + 1]) for words in map(str.split, text.splitlines()) if name in words]
+
+
+def test_pairs_in_three_heights_and_resumed(tiny, tmp_path, twinkle, monkeypatch):
+    """A few lines and YAML give the same weights to the bit; two batches of a step instead of one give them to rounding."""
+    monkeypatch.chdir(COOKBOOK.parent)  # the YAML file names its data from there
+    basic = _run("dpo_basic.py", "--model", tiny, "--output", tmp_path / "basic")
+    loop = _run("dpo_loop.py", "--model", tiny, "--output", tmp_path / "loop")
+    status, text = twinkle("train", COOKBOOK / "dpo.yaml", "--model.id", tiny, "--output_dir", tmp_path / "yaml")
+    assert status == 0, text
+    assert _weights(tmp_path / "basic/last") == _weights(tmp_path / "yaml/checkpoint-12")
+    one, two = (load_file(tmp_path / name / "last/adapter_model.safetensors") for name in ("basic", "loop"))
+    assert all((one[key] - two[key]).norm() <= 1e-2 * one[key].norm() for key in one)
+    resumed = _run("dpo_loop.py", "--model", tiny, "--output", tmp_path / "r", "--resume", tmp_path / "loop/step-5")
+    assert "step 6/12" in resumed and "step 5/12" not in resumed
+    assert _weights(tmp_path / "r/last") == _weights(tmp_path / "loop/last")
+    margins = _numbers(basic, "margin")
+    assert margins[0] == 0 and margins[-1] > 0.05 and "reward_margin" in loop
+
+
+@pytest.mark.slow
+def test_pairs_without_a_reference(tiny, tmp_path):
+    for loss in ("simpo", "orpo", "cpo"):
+        margins = _numbers(_run("simpo_orpo.py", "--loss", loss, "--model", tiny, "--output", tmp_path / loss), "margin")
+        assert len(margins) == 12 and sum(margins[6:]) > sum(margins[:6])
+        assert (tmp_path / loss / "last/adapter_model.safetensors").is_file()
+
+
+@pytest.mark.slow
+def test_a_student_comes_nearer_to_its_teacher(tmp_path):
+    """On answers of the data and on its own alike."""
+    for name in ("student", "teacher"):
+        write_tiny_llama(tmp_path / name, seed=len(name))
+    for share in (0, 1):
+        words = ["--model", tmp_path / "student", "--teacher", tmp_path / "teacher", "--on-policy", share]
+        divergences = _numbers(_run("gkd_loop.py", *words, "--output", tmp_path / f"out-{share}"), "divergence")
+        assert len(divergences) == 24
+        assert sum(divergences[-4:]) < 0.9 * sum(divergences[:4])
+
+
+@pytest.fixture(scope="module")
+def sometimes_right(tmp_path_factory):
+    """A tiny model of which some half of the answers to sums are right: it was shown right and wrong ones."""
+    folder = write_tiny_llama(tmp_path_factory.mktemp("untaught"))
+    torch.manual_seed(0)
+    draw = random.Random(0)
+    model = TransformersModel(model_id=folder, mixed_precision="no")
+    model.set_template("chat", model_id=folder)
+    model.set_optimizer("adamw", lr=3e-3)
+    for _ in range(300):
+        rows = []
+        for a, b in itertools.product(range(4), range(4)):
+            answer = a + b if draw.random() < 0.35 else draw.randrange(7)
+            turns = [{"role": "user", "content": f"{a}+{b}="}, {"role": "assistant", "content": str(answer)}]
+            rows.append({"messages": turns})
+        model.forward_backward(inputs=rows)
+        model.clip_grad_and_step()
+    return model.save("sometimes_right", tmp_path_factory.mktemp("taught"))
+
+
+@pytest.mark.slow
+def test_the_reward_of_grpo_rises_and_without_learning_does_not(sometimes_right, tmp_path):
+    """64 completions a step: the mean of three steps has a standard error of 0.036, of five 0.02. Five seeds rose by 0.37 to
+    0.41; at a learning rate of 0 the difference of two was below 0.06."""
+    gains = {}
+    for lr in ("1e-3", "0"):
+        words = ["--model", sometimes_right, "--steps", 25, "--lr", lr, "--output", tmp_path / lr]
+        rewards = _numbers(_run("grpo_loop.py", *words), "reward")
+        assert len(rewards) == 25
+        gains[lr] = sum(rewards[-5:]) / 5 - sum(rewards[:3]) / 3
+    assert gains["1e-3"] > 0.25 and abs(gains["0"]) < 0.15

@@ -81,6 +81,17 @@ def test_a_resumed_run_drops_the_lines_of_steps_that_it_does_again(tmp_path):
     assert jsonl.read(path) == [] == jsonl.read(tmp_path / "none")
 
 
+def test_seconds_go_on_where_a_resumed_run_goes_on(tmp_path):
+    path = tmp_path / "m.jsonl"
+    path.write_text('{"step": 1, "seconds": 100.0}\n{"step": 2, "seconds": 200.0}\n{"step": 3, "seconds": 300.0}\n')
+    with listening(JsonLinesWriter(path, done=2)):
+        tell({"loss": 1.0}, 3)
+    assert 200 <= lines(path)[-1]["seconds"] < 260
+    with listening(JsonLinesWriter(path)):
+        tell({"loss": 1.0}, 1)
+    assert lines(path)[-1]["seconds"] < 60
+
+
 def test_one_adapter_of_several(tmp_path):
     with listening(JsonLinesWriter(tmp_path / "a.jsonl", adapter_name="a"), JsonLinesWriter(tmp_path / "all.jsonl")):
         for name in ("a", "b", ""):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import logging
 import math
@@ -823,7 +824,7 @@ def test_a_folder_is_inspected_without_a_model(tmp_path):
             checkpoint.inspect(odd)
 
 
-def test_inspecting_sees_sizes_and_content_but_hashes_only_when_asked(tmp_path):
+def test_inspecting_sees_sizes_and_plain_data_but_weights_only_when_asked(tmp_path):
     model = fresh()
     run(model, BATCHES[:3])
     path = Path(model.save("c", tmp_path, save_optimizer=True))
@@ -839,9 +840,13 @@ def test_inspecting_sees_sizes_and_content_but_hashes_only_when_asked(tmp_path):
     file.write_bytes(data)
     text = (path / "rng.json").read_text()
     (path / "rng.json").write_text("[" * len(text))
-    with pytest.raises(CheckpointDamaged, match=r"rng.json.*can't be used"):
+    with pytest.raises(CheckpointDamaged, match=r"rng.json.*content has changed"):
         checkpoint.inspect(path)
     state = json.loads((path / "trainer_state.json").read_text())
+    state["files"]["rng.json"]["sha256"] = hashlib.sha256((path / "rng.json").read_bytes()).hexdigest()
+    (path / "trainer_state.json").write_text(json.dumps(state))
+    with pytest.raises(CheckpointDamaged, match=r"rng.json.*can't be used"):
+        checkpoint.inspect(path)
     del state["files"]["rng.json"]
     (path / "trainer_state.json").write_text(json.dumps(state))
     (path / "rng.json").unlink()

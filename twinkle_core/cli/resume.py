@@ -38,12 +38,13 @@ def look(plan: sft_plan.Plan, folder: Path, say: Callable[[str], None]) -> Start
         another adapter, optimizer or scheduler. DataOrderChanged: another seed or shuffle.
     """
     from twinkle_core.train import checkpoint
+    from twinkle_core.train.folder import STATE_FILE
 
-    state = checkpoint.read_state(folder)
-    if state is None:
-        inside = checkpoints.all_of(folder)
-        newest = f"; its newest checkpoint: --resume {inside[-1]}" if inside else ""
-        raise errors.CheckpointNotFound(str(folder), f"the folder has no trainer_state.json{newest}")
+    inside = checkpoints.all_of(folder)
+    if inside and not (folder / STATE_FILE).is_file():
+        why = f"the folder has no {STATE_FILE}; its newest checkpoint: --resume {inside[-1]}"
+        raise errors.CheckpointNotFound(str(folder), why)
+    state = checkpoint.inspect(folder, resume_only_model=True)  # without hashes of weights, which resuming compares
     if not state.resumable:
         raise errors.CheckpointMismatch(str(folder), f"it holds weights alone. {_WEIGHTS_ALONE}")
     _check_adapter(plan.config, folder, state)

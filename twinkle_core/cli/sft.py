@@ -1,4 +1,4 @@
-"""Supervised fine-tuning from a configuration: what ``twinkle train`` and ``twinkle quickstart`` run (L0 at import).
+"""Training from a configuration: what ``twinkle train`` and ``twinkle quickstart`` run (L0 at import).
 
 ``prepare`` builds what the configuration names, ``loop`` is the training loop, ``run`` is both with checkpoints.
 """
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from twinkle_core import plugins, registry
 from twinkle_core.cli import checkpoints, plot, quickstart_model, resume, run_files, sft_plan
 from twinkle_core.cli.interrupts import Interrupts
+from twinkle_core.cli.plans.base import Beside
 from twinkle_core.config.schema import DatasetConfig, TrainConfig
 from twinkle_core.listeners import jsonl, progress
 
@@ -47,6 +48,7 @@ class Run:
     loader: DataLoader
     eval_loader: DataLoader | None
     total: int  # steps of the whole run
+    beside: Beside  # what the verbs are given of a batch besides its rows
     step: int = 0  # steps done
     updates_before: int = 0  # of the run that is gone on with; a step whose update was skipped is none
 
@@ -86,9 +88,16 @@ def run(plan: sft_plan.Plan, say: Callable[[str], None] = print, bar: bool = Tru
             keep()
 
     say(current.model.get_train_configs())
-    status = loop(current, each_step, lambda: None if saved == current.step else keep(), bar=bar)
-    missing = plot.draw(jsonl.read(plan.output_dir / METRICS), plan.output_dir / "loss.png", title(plan.config))
-    say(f"no loss plot: {missing}" if missing else f"loss plot: {plan.output_dir / 'loss.png'}")
+    picture, missing = plan.output_dir / "loss.png", None
+
+    def close() -> None:
+        nonlocal missing
+        if saved != current.step:
+            keep()
+        missing = plot.draw(jsonl.read(plan.output_dir / METRICS), picture, title(plan.config), plan.task.unit)
+
+    status = loop(current, each_step, close, bar=bar)
+    say(f"no loss plot: {missing}" if missing else f"loss plot: {picture}")
     if status:
         say(f"stopped after step {current.step} of {current.total}; go on with --resume")
     return status
@@ -125,7 +134,7 @@ def loop(
 
     Args:
         each_step: called after each step.
-        at_end: called after the last one; a signal that comes while it saves is noted too, and does not break it off.
+        at_end: called after the last one; a signal that comes while it saves and draws is noted too, and does not break it off.
         bar: whether to draw a progress bar.
 
     Returns:
@@ -171,7 +180,10 @@ def _steps(current: Run) -> Iterator[float | None]:
         held = 0
         for rows in current.loader:
             current.model.forward_backward(
-                inputs=rows, micro_batch_size=training.micro_batch_size, gradient_accumulation_steps=size
+                inputs=rows,
+                micro_batch_size=training.micro_batch_size,
+                gradient_accumulation_steps=size,
+                **current.beside(rows),
             )
             held += 1
             if held == size:
@@ -184,8 +196,9 @@ def _steps(current: Run) -> Iterator[float | None]:
 def evaluate(current: Run) -> None:
     """Read the metrics of the evaluation set."""
     assert current.eval_loader is not None
+    size = current.config.training.micro_batch_size
     for rows in current.eval_loader:
-        current.model.forward_only(inputs=rows, return_logits=False, micro_batch_size=current.config.training.micro_batch_size)
+        current.model.forward_only(inputs=rows, return_logits=False, micro_batch_size=size, **current.beside(rows))
     current.model.calculate_metric(is_training=False)
 
 
@@ -215,11 +228,11 @@ def load_data(plan: sft_plan.Plan, say: Callable[[str], None]) -> Data:
     if model_id in (quickstart_model.DEFAULT, quickstart_model.TOY):
         model_id = quickstart_model.choose(model_id, say).id
     template = _template(config, model_id)
-    dataset = _rows(config, config.dataset)
+    dataset = _rows(plan, config.dataset)
     content = run_files.fingerprint(dataset)
     loader = _loader(config, dataset, template, training=True)
     held_out = config.eval_dataset
-    eval_loader = _loader(config, _rows(config, held_out), template, training=False) if held_out else None
+    eval_loader = _loader(config, _rows(plan, held_out), template, training=False) if held_out else None
     per_epoch = math.ceil(len(loader) / config.training.gradient_accumulation_steps)
     total = config.training.max_steps or config.training.epochs * per_epoch
     sft_plan.check_scheduler(plan, total)
@@ -232,7 +245,9 @@ def load_data(plan: sft_plan.Plan, say: Callable[[str], None]) -> Data:
 def build(plan: sft_plan.Plan, data: Data, start: resume.Start | None, say: Callable[[str], None]) -> Run:
     """The model and the state of training, from the beginning or from a checkpoint."""
     model = _model(plan, data.model_id, data.template, data.total)
-    current = Run(plan, model, data.loader, data.eval_loader, data.total)
+    # before a checkpoint's random state is put back: loading another model draws from it
+    beside = plan.task.beside(plan.config, model, lambda: _untrained(plan, data.model_id))
+    current = Run(plan, model, data.loader, data.eval_loader, data.total, beside)
     if start is not None:
         state = model.resume_from_checkpoint(start.folder)
         data.loader.resume_from_checkpoint(state["consumed_train_samples"])
@@ -251,19 +266,20 @@ def _template(config: TrainConfig, model_id: str) -> Template:
     return template
 
 
-def _rows(config: TrainConfig, sets: list[DatasetConfig]) -> Dataset:
-    """Conversations, not yet encoded."""
-    from twinkle_core.data.dataset import Dataset, DatasetMeta
+def _rows(plan: sft_plan.Plan, sets: list[DatasetConfig]) -> Dataset:
+    """Conversations (or what the task trains on), not yet encoded."""
+    from twinkle_core.data.dataset import DatasetMeta
 
     metas = [DatasetMeta(sft_plan.dataset_path(part), part.subset, part.split, _slice(part.slice)) for part in sets]
-    dataset = Dataset(metas[0])
+    dataset = plan.task.dataset(plan.config)(metas[0])
     for meta in metas[1:]:
         dataset.add_dataset(meta)
     for meta, part in zip(metas, sets, strict=True):
         if part.preprocessor is not None:
             dataset.map(part.preprocessor.cls, dataset_meta=meta, **part.preprocessor.arguments)
     if len(metas) > 1:
-        dataset.mix_dataset(interleave=config.dataset_mix == "interleave")
+        dataset.mix_dataset(interleave=plan.config.dataset_mix == "interleave")
+    plan.task.check_rows(dataset, plan.config.task)
     return dataset
 
 
@@ -287,7 +303,8 @@ def _loader(config: TrainConfig, dataset: Dataset, template: Template, training:
     )
 
 
-def _model(plan: sft_plan.Plan, model_id: str, template: Template, total: int) -> TwinkleModel:
+def _untrained(plan: sft_plan.Plan, model_id: str) -> TwinkleModel:
+    """The model with its adapter, as a run begins."""
     from twinkle_core.contracts.model import TwinkleModel
 
     config, section = plan.config, plan.config.model
@@ -296,6 +313,11 @@ def _model(plan: sft_plan.Plan, model_id: str, template: Template, total: int) -
     if config.adapter is not None:
         size = config.training.gradient_accumulation_steps
         model.add_adapter_to_model(config.adapter.name, _adapter_config(config), gradient_accumulation_steps=size)
+    return model
+
+
+def _model(plan: sft_plan.Plan, model_id: str, template: Template, total: int) -> TwinkleModel:
+    config, model = plan.config, _untrained(plan, model_id)
     model.set_template(template)
     if config.processor is not None:
         model.set_processor(config.processor.cls, **config.processor.arguments)

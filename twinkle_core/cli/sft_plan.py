@@ -1,4 +1,4 @@
-"""Everything about a run of supervised fine-tuning that can be told before anything is loaded (L0 at import)."""
+"""Everything about a run that can be told before anything is loaded (L0 at import)."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 
 from twinkle_core import arguments, errors, hub, registry
 from twinkle_core.cli import checkpoints, quickstart_model
+from twinkle_core.cli.plans import base as plans
 from twinkle_core.config.schema import AdapterConfig, Component, DatasetConfig, ModelConfig, TemplateConfig, TrainConfig
 from twinkle_core.config.source import Place, Source
 from twinkle_core.isolation import Attempt, attempt
@@ -25,13 +26,18 @@ Fault = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A configuration that was checked. ``resume``: the checkpoint to go on from, or None."""
+    """A configuration that was checked, with its task's defaults. ``resume``: the checkpoint to go on from, or None."""
 
     config: TrainConfig
     source: Source
     output_dir: Path
     resume: Path | None = None
     classes: Mapping[str, Any] = field(default_factory=dict)  # what the names of components resolved to, by kind
+
+    @property
+    def task(self) -> plans.Task:
+        """What is trained for."""
+        return plans.of(self.config.task)
 
 
 def make(config: TrainConfig, source: Source | None = None, resume: str | None = None) -> Plan:
@@ -49,7 +55,10 @@ def make(config: TrainConfig, source: Source | None = None, resume: str | None =
         raise errors.NeedsLibrary("training from a configuration", "datasets", "twinkle-core[data]", sys.prefix)
     source = source or Source("the configuration")
     classes: dict[str, Any] = {}
+    task = plans.of(config.task)
+    config = task.complete(config)
     faults = [*_components(config, source, classes), *_paths(config, source), *_adapter(config.adapter, source)]
+    faults += task.faults(config, source, classes)
     if faults:
         raise errors.BadConfig(source.name, faults)
     output_dir = Path(config.output_dir).expanduser()

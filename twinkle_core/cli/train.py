@@ -1,4 +1,4 @@
-"""``twinkle train CONFIG.yaml``: supervised fine-tuning from one file (L0 at import)."""
+"""``twinkle train CONFIG.yaml``: training from one file (L0 at import)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,12 @@ from twinkle_core import errors, plugins, settings
 from twinkle_core.cli import checkpoints
 
 _TEXT = """\
-Supervised fine-tuning from one YAML file. All its faults are told at once, with their lines, before anything is loaded.
+Training from one YAML file. All its faults are told at once, with their lines, before anything is loaded.
+
+Task
+  task: sft  conversations, of which the assistant's turns are trained (the default)
+  task: pt   plain text, all of it trained, packed to template.max_length without padding
+  task: dpo  pairs of a preferred and a refused answer; loss: simpo, cpo or orpo do without a reference
 
 Override
   Every key can be set beside the file: --key value or --key=value, with dots for sections and numbers for items of lists:
@@ -46,7 +51,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         usage="twinkle train CONFIG.yaml [--resume [FOLDER]] [--key value ...]\n       twinkle train --schema",
     )
     parser.add_argument("--schema", action="store_true", help="print the JSON schema of CONFIG.yaml and stop")
-    parser.add_argument("config", nargs="?", metavar="CONFIG.yaml", help="see --schema and cookbook/sft.yaml")
+    parser.add_argument("config", nargs="?", metavar="CONFIG.yaml", help="see --schema, and the YAML files of the cookbook")
     # declared for the help; what follows CONFIG.yaml is read by config.load.options
     parser.add_argument("--resume", nargs="?", const=checkpoints.AUTO, metavar="FOLDER", help="go on; see above")
     parser.add_argument("rest", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
@@ -78,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
     from twinkle_core.cli.quiet import quiet
 
     plan = sft_plan.make(config, source, resume)
-    plugins.hooks().twinkle_configure(config=config)
+    plugins.hooks().twinkle_configure(config=plan.config)
     if resume is not None and plan.resume is None:
         print(f"{plan.output_dir} holds no checkpoint: the run begins at step 0")
     with quiet():

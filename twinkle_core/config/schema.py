@@ -86,7 +86,7 @@ class TemplateConfig(_Strict):
 
 
 class DatasetConfig(_Strict):
-    """One set of conversations."""
+    """One set of conversations (dpo: of pairs of them; pt: of texts)."""
 
     id: str = Field(
         min_length=1, description="ms://…, hf://…, a file or folder (json, jsonl, csv, parquet), or bundled://self-cognition"
@@ -96,7 +96,11 @@ class DatasetConfig(_Strict):
     slice: int | Annotated[list[int], Field(min_length=2, max_length=2)] | None = Field(
         None, description="the first N rows, or [start, stop]"
     )
-    preprocessor: Named | None = Field(None, description="a name of kind 'preprocessor'; none: rows hold 'messages' already")
+    preprocessor: Named | None = Field(
+        None,
+        description="a name of kind 'preprocessor'; none: rows hold 'messages' already (dpo: 'positive' and 'negative'; pt: "
+        "'text')",
+    )
 
 
 class DataloaderConfig(_Strict):
@@ -138,7 +142,9 @@ def _default_metrics() -> list[Component]:
 class TrainConfig(_Strict):
     """A run of ``twinkle train``."""
 
-    task: Literal["sft"] = Field("sft", description="supervised fine-tuning")
+    task: Literal["sft", "pt", "dpo"] = Field(
+        "sft", description="sft: fine-tuning on conversations; pt: pretraining on plain text; dpo: training on pairs of answers"
+    )
     model: ModelConfig = Field(description="which model, and in which precision")
     adapter: AdapterConfig | None = Field(default_factory=AdapterConfig, description="a LoRA; null trains all weights")
     template: TemplateConfig = Field(default_factory=TemplateConfig, description="how a conversation becomes tokens and labels")
@@ -146,6 +152,9 @@ class TrainConfig(_Strict):
         min_length=1, description="what is trained on: one set, or a list of them"
     )
     dataset_mix: Literal["interleave", "concat"] = Field("interleave", description="how several sets become one")
+    packing: bool | None = Field(
+        None, description="put rows together to template.max_length without padding; null: as the task does (pt: true)"
+    )
     eval_dataset: Annotated[list[DatasetConfig], BeforeValidator(_listed)] = Field(
         default_factory=list, description="what is evaluated on: one set, or a list of them; none: no evaluation"
     )

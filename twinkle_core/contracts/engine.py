@@ -148,8 +148,12 @@ class Engine(ABC):
         return x
 
     def generate(self, rows: Sequence[InputFeature], **kwargs: Any) -> list[list[int]]:
-        """Ids of one completion for each encoded prompt, without the prompt. Needs the capability GENERATE; core encodes and
-        decodes by the session's template."""
+        """Ids of one completion for each encoded prompt, without the prompt and without the end token. Needs the capability
+        GENERATE; core encodes and decodes by the session's template.
+
+        An engine that has a keyword ``keep_end`` leaves the end token on where it is True: what completions as rows to train
+        on (``generate(…, return_rows=True)``) need.
+        """
         raise TypeError(f"{type(self).__name__} does not generate")
 
     def state_dict(self) -> dict[str, Any]:

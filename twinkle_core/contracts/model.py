@@ -17,7 +17,7 @@ from twinkle_core.types import InputFeature, ModelOutput, Trajectory
 if TYPE_CHECKING:
     import torch
 
-#: Encoded rows, one collated batch, or raw trajectories (then the session's template encodes them).
+#: Encoded rows, one collated batch, or raw trajectories (then the session's template encodes them); groups give their rows.
 Inputs = Sequence[InputFeature] | InputFeature | Sequence[Trajectory] | Trajectory
 
 
@@ -53,6 +53,7 @@ class TwinkleModel(ABC):
         temperature: float = 1.0,
         task: str = "causal_lm",
         micro_batch_size: int | None = None,
+        **loss_args: Any,
     ) -> ModelOutput:
         """Inference mode: no graph, no dropout; training flags are put back. Micro-batches are joined in row order."""
 
@@ -227,9 +228,15 @@ class TwinkleModel(ABC):
     @remote_function(dispatch="slice_dp", collect="flatten")
     @abstractmethod
     def generate(
-        self, inputs: Inputs, *, adapter_name: str | None = None, disable_lora: bool = False, **kwargs: Any
-    ) -> list[str]:
-        """Completions, one text for each row."""
+        self,
+        inputs: Inputs,
+        *,
+        adapter_name: str | None = None,
+        disable_lora: bool = False,
+        return_rows: bool = False,
+        **kwargs: Any,
+    ) -> list[Any]:
+        """Completions: one text for each row, or with ``return_rows`` prompt and completion as a row to train on."""
 
 
 LossCallable = Callable[..., Any]

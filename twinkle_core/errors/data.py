@@ -178,6 +178,27 @@ class DataError(TwinkleError, ValueError):
         )
 
     @classmethod
+    def split_group(cls, role: str, count: int) -> DataError:
+        return cls(
+            f"its '{role}' would be cut into {count} rows, and the rows of a group (a pair, a triplet) stay together.\n"
+            f"    Use another truncation_strategy than 'split', such as 'delete', which drops the whole group."
+        )
+
+    @classmethod
+    def packed_group(cls, index: int) -> DataError:
+        return cls(f"row {index} is a group (a pair, a triplet), whose rows must not be packed with others; use Dataset.")
+
+    @classmethod
+    def other_task(cls, task: str, has: Sequence[str], grouped: bool) -> DataError:
+        here = ", ".join(map(repr, has))
+        return cls(
+            f"task '{task}' trains on pairs of answers, rows of 'positive' and 'negative'; the rows have {here}.\n"
+            f"    Let a preprocessor make pairs of them: preprocessor: preference"
+            if grouped
+            else f"the rows are groups ({here}), and task '{task}' trains on single rows.\n    For pairs of answers: task: dpo"
+        )
+
+    @classmethod
     def unsized(cls, what: str) -> DataError:
         return cls(f"{what} needs to know the data set's length, which a stream does not have; use Dataset or LazyDataset.")
 

@@ -203,13 +203,16 @@ class BadGroups(TwinkleError, ValueError):
 
 
 class RowsChanged(TwinkleError, ValueError):
-    """Loss arguments for each row, and a template that changed the number of rows."""
+    """Loss arguments for each row, or groups of rows, and a template that changed the number of rows."""
 
-    def __init__(self, name: str, given: int, encoded: int) -> None:
+    def __init__(self, name: str | None, given: int, encoded: int) -> None:
+        made = f"the template made {encoded} rows of {given} conversations (dropped or split), so "
         super().__init__(
-            f"the template made {encoded} rows of {given} conversations (dropped or split), so '{name}', which has one value "
-            f"for each conversation, no longer fits.\n"
+            f"{made}'{name}', which has one value for each conversation, no longer fits.\n"
             f"    encode first (template.batch_encode), then give rows and a '{name}' that fits them"
+            if name is not None
+            else f"{made}pairs or other groups of them came apart.\n"
+            f"    encode them in a Dataset, which drops a group as a whole"
         )
 
 

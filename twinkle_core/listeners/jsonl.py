@@ -21,7 +21,8 @@ class JsonLinesWriter:
     """One line of JSON for each ``calculate_metric``.
 
     A line holds ``step`` (optimizer updates so far), the metrics' own numbers (those of evaluation as ``eval_…``) and
-    ``seconds`` since this writer was made. Numbers that are not finite are null. Written by rank 0, each line at once.
+    ``seconds`` of the run so far: since this writer was made, after those of the last line that is kept. Numbers that are not
+    finite are null. Written by rank 0, each line at once.
 
     Args:
         path: the file. Folders are made where absent; what a file of that name holds is dropped, but for the lines of ``done``.
@@ -48,8 +49,11 @@ class JsonLinesWriter:
         self._start = time.perf_counter()
         if settings.rank() == 0:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            kept = [line + b"\n" for line, row in _rows(self.path) if row is None or _step(row) <= done] if done else []
-            self.path.write_bytes(b"".join(kept))
+            kept = (
+                [(line, row) for line, row in _rows(self.path) if row is None or _number(row, "step") <= done] if done else []
+            )
+            self.path.write_bytes(b"".join(line + b"\n" for line, _ in kept))
+            self._start -= max((_number(row, "seconds") for _, row in kept if row is not None), default=0)
 
     @hookimpl
     def twinkle_metrics_logged(self, step: int, metrics: Mapping[str, float], session: Session, is_training: bool) -> None:
@@ -76,9 +80,9 @@ def _finite(value: Any) -> Any:
     return [_finite(part) for part in value] if isinstance(value, list | tuple) else value
 
 
-def _step(row: Mapping[str, Any]) -> float:
-    step = row.get("step", 0)
-    return step if isinstance(step, int | float) else 0
+def _number(row: Mapping[str, Any], name: str) -> float:
+    value = row.get(name, 0)
+    return value if isinstance(value, int | float) else 0
 
 
 def read(path: str | Path) -> list[dict[str, Any]]:

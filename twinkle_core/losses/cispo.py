@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from twinkle_core.losses import settings
-from twinkle_core.losses.policy import SEQUENCE, TOKEN, PolicyLoss, Surrogate
+from twinkle_core.losses.policy import TOKEN, PolicyLoss, Surrogate
 from twinkle_core.types import InputFeature
 
 
@@ -34,7 +34,6 @@ class CISPOLoss(PolicyLoss):
         aggregation: str = TOKEN,
         entropy_coef: float = 0.0,
     ) -> None:
-        settings.choice(self, "aggregation", aggregation, (TOKEN, SEQUENCE))
         super().__init__(beta=beta, entropy_coef=entropy_coef, aggregation=aggregation)
         self.clip_low = None if clip_low is None else settings.number(self, "clip_low", clip_low, least=0)
         self.clip_high = settings.number(self, "clip_high", clip_high, least=0)

@@ -25,6 +25,8 @@ class DrGRPOLoss(PolicyLoss):
         clip_low, clip_high, beta, entropy_coef: as for GRPO.
     """
 
+    aggregations = (CONSTANT,)
+
     def __init__(
         self,
         max_completion_length: int = 1024,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from twinkle_core.losses import settings
-from twinkle_core.losses.policy import SEQUENCE, TOKEN, PolicyLoss, Surrogate, clipped
+from twinkle_core.losses.policy import SEQUENCE, PolicyLoss, Surrogate, clipped
 from twinkle_core.types import InputFeature
 
 
@@ -36,7 +36,6 @@ class GRPOLoss(PolicyLoss):
         aggregation: str = SEQUENCE,
         entropy_coef: float = 0.0,
     ) -> None:
-        settings.choice(self, "aggregation", aggregation, (SEQUENCE, TOKEN))
         super().__init__(beta=beta, entropy_coef=entropy_coef, aggregation=aggregation)
         self.clip_low = settings.number(self, "clip_low", clip_low, least=0)
         self.clip_high = self.clip_low if clip_high is None else settings.number(self, "clip_high", clip_high, least=0)

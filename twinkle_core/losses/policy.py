@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -53,13 +53,15 @@ class PolicyLoss(Loss):
     """
 
     needs = frozenset({"logps"})
+    #: the ``aggregation`` that there may be
+    aggregations: ClassVar[tuple[str, ...]] = (SEQUENCE, TOKEN)
 
     def __init__(
         self, *, beta: float = 0.0, entropy_coef: float = 0.0, aggregation: str = TOKEN, max_completion_length: int = 1
     ) -> None:
         self.beta = settings.number(self, "beta", beta, least=0)
         self.entropy_coef = settings.number(self, "entropy_coef", entropy_coef)
-        self.aggregation = settings.choice(self, "aggregation", aggregation, (TOKEN, SEQUENCE, CONSTANT))
+        self.aggregation = settings.choice(self, "aggregation", aggregation, self.aggregations)
         self.max_completion_length = settings.count(self, "max_completion_length", max_completion_length)
         self.scope = "token" if aggregation == TOKEN else "row"  # type: ignore[misc]
         self.required_args = frozenset({"ref_logps"} if beta else ())  # type: ignore[misc]

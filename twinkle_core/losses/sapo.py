@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from twinkle_core.losses import settings
-from twinkle_core.losses.policy import SEQUENCE, TOKEN, PolicyLoss, Surrogate
+from twinkle_core.losses.policy import SEQUENCE, PolicyLoss, Surrogate
 from twinkle_core.types import InputFeature
 
 
@@ -34,7 +34,6 @@ class SAPOLoss(PolicyLoss):
         aggregation: str = SEQUENCE,
         entropy_coef: float = 0.0,
     ) -> None:
-        settings.choice(self, "aggregation", aggregation, (SEQUENCE, TOKEN))
         super().__init__(beta=beta, entropy_coef=entropy_coef, aggregation=aggregation)
         self.tau_pos = settings.number(self, "tau_pos", tau_pos, above=0)
         self.tau_neg = settings.number(self, "tau_neg", tau_neg, above=0)

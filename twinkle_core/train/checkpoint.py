@@ -206,8 +206,8 @@ def inspect(folder: Path, *, resume_only_model: bool = False, hashes: bool = Fal
     Args:
         folder: what ``save`` wrote.
         resume_only_model: whether weights alone are wanted; else it must hold the training state.
-        hashes: read all files whole and compare their hashes; False: that they are there, and their sizes. (Resuming compares
-            hashes in any case.)
+        hashes: read all files whole and compare their hashes; False: that they are there and of their sizes, and the hashes of
+            those with plain data. (Resuming compares all hashes in any case.)
 
     Raises:
         CheckpointNotFound: no folder, or one without ``trainer_state.json``. CheckpointDamaged, CheckpointMismatch: the text
@@ -233,7 +233,7 @@ def read_state(folder: Path, *, hashes: bool = True) -> TrainerState | None:
     """``trainer_state.json``, and all files it names verified; None where there is no such file (a plain PEFT or model folder).
 
     Args:
-        hashes: compare the files' hashes too, which reads them whole.
+        hashes: compare the hashes of all files, which reads them whole; False: of the small ones with plain data alone.
 
     Raises:
         CheckpointNotFound, CheckpointDamaged, CheckpointMismatch: the text names the file.
@@ -262,7 +262,7 @@ def read_state(folder: Path, *, hashes: bool = True) -> TrainerState | None:
         where = ".".join(map(str, first["loc"]))
         raise CheckpointDamaged(str(path), f"field '{where}': {first['msg']}") from error
     for name, entry in state.files.items():
-        _verify(folder, name, entry, hashes)
+        _verify(folder, name, entry, hashes or name.endswith(".json"))
     return state
 
 

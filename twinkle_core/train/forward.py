@@ -15,8 +15,9 @@ from twinkle_core.contracts.metric import Metric
 from twinkle_core.contracts.model import Inputs
 from twinkle_core.errors import EmptyBatch, NoForward, NoTemplate, NotInForward, NoTrainableParameters, Unsupported
 from twinkle_core.log import get_logger
+from twinkle_core.processors.input import row_lengths
 from twinkle_core.train import limits, losses, micro, normalise, optim
-from twinkle_core.train.prepare import count_rows
+from twinkle_core.train.prepare import by_token, completed, count_rows, fit_args
 from twinkle_core.train.session import Pending, Session
 from twinkle_core.train.sessions import Sessions, one_at_a_time
 from twinkle_core.types import LossOutput, ModelOutput
@@ -74,27 +75,37 @@ class ForwardVerbs(Sessions):
         temperature: float = 1.0,
         task: str = "causal_lm",
         micro_batch_size: int | None = None,
+        **loss_args: Any,
     ) -> ModelOutput:
         """Forward without graph and dropout; training flags are put back, also after an exception.
 
         Metrics for evaluation take it in where labels are there, except with ``disable_lora``, whose outputs are the base
-        model's. A training forward that waits for its backward is not touched.
+        model's. Those that read the loss do so where it can be computed: it takes no arguments, or they are given here. A
+        training forward that waits for its backward is not touched.
 
         Args:
             inputs: encoded rows, one collated batch, or conversations.
             disable_lora: the base model without any adapter.
             return_logits, temperature, task: as for ``forward``.
             micro_batch_size: rows at a time; the outputs are joined in row order.
+            loss_args: for the loss, cut with the rows as in ``forward_backward``.
+
+        Raises:
+            EmptyBatch, NoTemplate, BadInputs, BadArgument; with ``loss_args`` also WrongArgument and LabelsMissing.
         """
         limits.check_temperature(temperature)
         session = self._session(adapter_name)
         loss = self._loss(session)
-        rows = self._encode(session, inputs)
+        if loss_args:
+            losses.check_args(loss, loss_args)
+        rows = self._encode(session, inputs, loss_args)
+        if loss_args:
+            losses.check_labels(loss, rows)
         labelled = losses.has_labels(rows)
         metrics = [] if disable_lora else [m for m in session.metrics[False] if labelled or not m.needs]
         needs = losses.engine_needs(loss, metrics, logits=return_logits, labelled=labelled)
-        batches = self.engine.prepare(self._resolved(session), rows, micro_batch_size=micro_batch_size)
-        wants_loss = any("loss" in m.needs for m in metrics) and losses.complete_without_args(loss)
+        batches = self.engine.prepare(self._resolved(session), rows, micro_batch_size=micro_batch_size, loss_args=loss_args)
+        wants_loss = any("loss" in m.needs for m in metrics) and (bool(loss_args) or losses.complete_without_args(loss))
         active = BASE if disable_lora else session.name
         parts: list[tuple[Mapping[str, Any], ModelOutput]] = []
         pending: list[Pending] = []
@@ -115,8 +126,7 @@ class ForwardVerbs(Sessions):
         session.pending[False] = pending
         if not parts:
             return ModelOutput()
-        left = getattr(self._or_base(session, "processor"), "padding_side", "right") == "left"
-        return _shown(ModelOutput(micro.join(parts, pad_left=left)), return_logits)
+        return _shown(ModelOutput(micro.join(parts, pad_left=self._pads_left(session))), return_logits)
 
     @one_at_a_time
     def calculate_loss(self, *, adapter_name: str | None = None, **loss_args: Any) -> float:
@@ -242,34 +252,54 @@ class ForwardVerbs(Sessions):
 
     @one_at_a_time
     def generate(
-        self, inputs: Inputs, *, adapter_name: str | None = None, disable_lora: bool = False, **kwargs: Any
-    ) -> list[str]:
-        """Completions, one text for each row.
+        self,
+        inputs: Inputs,
+        *,
+        adapter_name: str | None = None,
+        disable_lora: bool = False,
+        return_rows: bool = False,
+        **kwargs: Any,
+    ) -> list[Any]:
+        """Completions, in the order of the inputs.
 
         Args:
             inputs: conversations (encoded up to the assistant's turn) or encoded prompts.
             disable_lora: the base model without any adapter.
+            return_rows: give prompt and completion as rows to train on, in place of texts.
             kwargs: the backend's (``max_new_tokens``, ``temperature``, …).
 
+        Returns:
+            One text for each row. With ``return_rows`` an encoded row for each: ``input_ids`` of prompt and completion, its end
+            token included where it wrote one; aligned ``labels`` on the completion alone; ``length``. The text of such a row is
+            ``template.decode(row["labels"], skip_special_tokens=True)``.
+
         Raises:
-            Unsupported: the backend does not generate. NoTemplate: there is none to decode with.
+            Unsupported: the backend does not generate. NoTemplate: there is none to encode or decode with.
         """
         session = self._session(adapter_name)
         if GENERATE not in self.engine.capabilities:
             raise Unsupported("generate", type(self.engine).__name__, "a sampler")
         template = self._or_base(session, "template")
-        if template is None:
+        if template is None and not return_rows:
             raise NoTemplate(session.name)
+        if return_rows:
+            kwargs = {"keep_end": True, **kwargs}
         arguments.check(self.engine.generate, kwargs, f"{type(self.engine).__name__}.generate", positional=1)
-        rows = self._encode(session, inputs, add_generation_prompt=True)
-        if isinstance(rows, Mapping):
-            rows = [micro.cut_batch(rows, range(i, i + 1)) for i in range(count_rows(rows))]
-        if not rows:
+        prompts = self._encode(session, inputs, add_generation_prompt=True)
+        if isinstance(prompts, Mapping):
+            prompts = [micro.cut_batch(prompts, range(i, i + 1)) for i in range(count_rows(prompts))]
+        if not prompts:
             raise EmptyBatch
         with self.adapters.activate(BASE if disable_lora else session.name):
-            return list(template.batch_decode(self.engine.generate(rows, **kwargs)))
+            made = self.engine.generate(prompts, **kwargs)
+        if return_rows:
+            return [completed(prompt, ids) for prompt, ids in zip(prompts, made, strict=True)]
+        return list(template.batch_decode(made))
 
     # ------------------------------------------------------------------------------------------------ inside
+
+    def _pads_left(self, session: Session) -> bool:
+        return getattr(self._or_base(session, "processor"), "padding_side", "right") == "left"
 
     def _losses_of(self, session: Session, waiting: list[Pending], loss_args: Mapping[str, Any]) -> None:
         """Compute what is missing of the losses of a forward, with the weights and in the mode that the forward had."""
@@ -278,12 +308,16 @@ class ForwardVerbs(Sessions):
             return
         losses.check_args(loss, loss_args)
         rows = sum(len(part.batch.rows) for part in waiting)
+        real = [part.batch.inputs for part in waiting if not part.batch.dummy] if by_token(loss_args) else []
+        lengths = [length for inputs in real for length in row_lengths(inputs)]
+        left = self._pads_left(session)
         for part in waiting:
             losses.check_labels(loss, part.batch.inputs)
             if missing := losses.not_computed(loss, part.output):
                 raise NotInForward(losses.name_of(loss), missing, session.name)
             at = range(part.batch.rows[0], part.batch.rows[-1] + 1) if part.batch.rows else range(0)
-            args = micro.cut_args(loss_args, at, rows, self.engine.device)
+            fitted = fit_args(loss_args, lengths, at, part.batch.inputs, left=left) if lengths else loss_args
+            args = micro.cut_args(fitted, at, rows, self.engine.device)
             batch = Batch(part.batch.inputs, part.batch.rows, args, part.batch.dummy)
             with self.adapters.activate(part.active), self.engine.mode(part.train):
                 train, ranks = part.train and not part.batch.dummy, self.engine.ranks()

@@ -64,6 +64,16 @@ def dummy_row(like: InputFeature | None = None) -> InputFeature:
     return row  # type: ignore[return-value]
 
 
+def completed(prompt: Mapping[str, Any], completion: Sequence[int]) -> InputFeature:
+    """Prompt and completion as a row to train on: aligned labels on the completion alone."""
+    ids = torch.as_tensor(prompt["input_ids"]).flatten()
+    if prompt.get("attention_mask") is not None:
+        ids = ids[torch.as_tensor(prompt["attention_mask"]).flatten().bool()]
+    before: list[int] = ids.tolist()
+    labels = [*[IGNORE_INDEX] * (len(before) - 1), *completion, IGNORE_INDEX]
+    return {"input_ids": [*before, *completion], "labels": labels, "length": len(labels)}
+
+
 def check_batch(batch: Mapping[str, Any], loss: Loss | None) -> None:
     """Shapes and types of a collated batch, whoever collated it. Looks at no value: that would wait for a device.
 
@@ -116,22 +126,26 @@ def cuts(rows: Rows, loss: Loss | None, micro_batch_size: int | None) -> list[ra
     return micro.plan(micro.group_sizes(loss, rows), micro_batch_size)
 
 
+def by_token(args: Mapping[str, Any]) -> bool:
+    """Whether some loss argument may have a number for each token."""
+    return any(getattr(value, "ndim", 0) > 1 for value in args.values())
+
+
 def fit_args(
-    args: Mapping[str, Any], rows: Rows, cut: range, inputs: Mapping[str, Any], processor: Processor
+    args: Mapping[str, Any], lengths: Sequence[int], cut: range, inputs: Mapping[str, Any], *, left: bool = False
 ) -> dict[str, Any]:
     """Loss arguments with one number for each token of all rows, as an output of ``forward_only`` over them is, made as wide
     as one micro-batch: a part of the rows may be padded to fewer tokens, and packed rows are a part of the sequence.
 
     Args:
+        lengths: tokens of all rows.
         inputs: the collated micro-batch of the rows in ``cut``.
+        left: whether rows are padded on the left.
     """
     width = inputs["labels"].shape[1] if getattr(inputs.get("labels"), "ndim", 0) > 1 else None
-    whole = isinstance(rows, Mapping) and not micro.is_packed(rows)  # and so as wide as its parts
-    if width is None or whole or not any(getattr(value, "ndim", 0) > 1 for value in args.values()):
+    if width is None:
         return dict(args)
-    lengths = list(rows["seq_lens"]) if isinstance(rows, Mapping) else [len(row["input_ids"]) for row in rows]
     start, total = sum(lengths[: cut.start]), sum(lengths)
-    left = getattr(processor, "padding_side", "right") == "left"
     fitted = dict(args)
     for key, value in args.items():
         if getattr(value, "ndim", 0) < 2:
@@ -141,6 +155,13 @@ def fit_args(
         elif not micro.is_packed(inputs) and value.shape[0] == len(lengths) and value.shape[1] > width:
             fitted[key] = value[:, value.shape[1] - width :] if left else value[:, :width]
     return fitted
+
+
+def _lengths(rows: Rows) -> list[int] | None:
+    """Tokens of each row; None for a padded batch, whose parts are as wide as it is."""
+    if not isinstance(rows, Mapping):
+        return [len(row["input_ids"]) for row in rows]
+    return list(rows["seq_lens"]) if micro.is_packed(rows) else None
 
 
 def prepare(
@@ -171,6 +192,8 @@ def prepare(
         raise EmptyBatch
     args = dict(loss_args or {})
     batches: list[Batch] = []
+    lengths = _lengths(rows) if by_token(args) else None
+    left = getattr(processor, "padding_side", "right") == "left"
     for cut in cuts(rows, loss, micro_batch_size):
         if isinstance(rows, Mapping):
             inputs = micro.cut_batch(rows, cut)
@@ -178,7 +201,7 @@ def prepare(
             inputs = processor.collate(rows[cut.start : cut.stop])
         check_batch(inputs, loss)
         inputs = with_wide_ids(inputs)
-        fitted = fit_args(args, rows, cut, inputs, processor)
+        fitted = args if lengths is None else fit_args(args, lengths, cut, inputs, left=left)
         batches.append(Batch(to_device(inputs, device), cut, micro.cut_args(fitted, cut, count, device)))
     like = None if isinstance(rows, Mapping) or not rows else rows[0]
     for _ in range(len(batches), at_least):

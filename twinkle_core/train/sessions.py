@@ -13,6 +13,7 @@ from twinkle_core import names
 from twinkle_core.contracts.adapters import BASE, AdapterStore
 from twinkle_core.contracts.engine import SPLIT_STEP, Engine
 from twinkle_core.contracts.loss import Loss
+from twinkle_core.data import groups
 from twinkle_core.errors import (
     BadArgument,
     BadInputs,
@@ -126,11 +127,13 @@ class Sessions:
         """Inputs as encoded rows or a collated batch; raw trajectories go through the session's template.
 
         Raises:
-            NoTemplate, EmptyBatch, BadInputs, RowsChanged.
+            NoTemplate, EmptyBatch, BadInputs. RowsChanged: rows that belong together, or loss arguments, no longer do.
         """
         rows = as_rows(inputs)
         if isinstance(rows, Mapping):
             return rows
+        grouped = any(map(groups.is_group, rows))
+        rows = groups.flat(rows) if grouped else rows
         raw = ["messages" in row and "input_ids" not in row for row in rows]
         if not any(raw):
             return rows
@@ -145,7 +148,7 @@ class Sessions:
             raise EmptyBatch(len(rows))
         if len(encoded) != len(rows):
             aligned = next((k for k, v in (loss_args or {}).items() if of_rows(v, len(rows))), None)
-            if aligned is not None:
+            if aligned is not None or grouped:
                 raise RowsChanged(aligned, len(rows), len(encoded))
         return encoded  # type: ignore[no-any-return]
 

@@ -207,6 +207,8 @@ def _call(index: int, call: Any) -> Call:
         way = f"a tool call needs {{'function': {{'name', 'arguments'}}}}, not {reprlib.repr(call)}"
         raise TemplateError.at(index, "assistant", way)
     name, arguments = function["name"], function.get("arguments")
+    if isinstance(arguments, str) and not arguments.strip():
+        arguments = None  # what servers give for a call without any
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)

@@ -258,8 +258,21 @@ class TransformersEngine(LoopEngine):
         super().adopt_optimizer(optimizer)
         self.precision.master(p for group in optimizer.param_groups for p in group["params"])
 
-    def generate(self, rows: Sequence[InputFeature], **kwargs: Any) -> list[list[int]]:
-        """Completions' ids of prompts' ids. ``kwargs``: of transformers' ``generate``; at most 128 new tokens if it isn't said.
+    def generate(
+        self,
+        rows: Sequence[InputFeature],
+        *,
+        generator: torch.Generator | None = None,
+        keep_end: bool = False,
+        **kwargs: Any,
+    ) -> list[list[int]]:
+        """Completions' ids of prompts' ids.
+
+        Args:
+            generator: where the random numbers of sampling come from: the same state gives the same completions, and the global
+                state, from which dropout draws, stays as it is. None: the global state.
+            keep_end: leave the end token on.
+            kwargs: of transformers' ``generate``; at most 128 new tokens if it isn't said.
 
         Raises:
             NotComputed: the model has no text to give. WrongArgument, ReservedArgument, BadArgument, BadGeneration: the
@@ -269,7 +282,7 @@ class TransformersEngine(LoopEngine):
             raise NotComputed(self._name(), "text", "transformers can't generate with this class; load one ...ForCausalLM")
         check_options("TransformersModel.generate", self.module, kwargs)
         with evaluating(self.module), self.precision.autocast(self.device):
-            return complete(self.module, rows, self.device, kwargs)
+            return complete(self.module, rows, self.device, kwargs, generator=generator, keep_end=keep_end)
 
     def describe(self) -> dict[str, Any]:
         return {**super().describe(), **self._facts}

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -39,11 +40,40 @@ def check_options(owner: str, module: Any, options: Mapping[str, Any]) -> None:
         raise BadArgument("return_dict_in_generate", options["return_dict_in_generate"], "False: texts are given back")
 
 
-def complete(module: Any, rows: Sequence[InputFeature], device: torch.device, options: Mapping[str, Any]) -> list[list[int]]:
+@contextlib.contextmanager
+def drawing_from(generator: torch.Generator | None, device: torch.device) -> Iterator[None]:
+    """Inside, random numbers are those of a seed that is drawn from ``generator``; on leaving, the random state of torch and of
+    the device are what they were. transformers draws from the global state alone. None: that state, which moves on."""
+    if generator is None:
+        yield
+        return
+    seed = int(torch.randint(2**62, (), generator=generator, device=generator.device))
+    there = [] if device.type == "cpu" else [device.index or 0]
+    with torch.random.fork_rng(there, device_type=device.type if there else "cuda"):
+        torch.default_generator.manual_seed(seed)
+        if there:
+            with device:
+                torch.get_device_module(device).manual_seed(seed)
+        yield
+
+
+def complete(
+    module: Any,
+    rows: Sequence[InputFeature],
+    device: torch.device,
+    options: Mapping[str, Any],
+    *,
+    generator: torch.Generator | None = None,
+    keep_end: bool = False,
+) -> list[list[int]]:
     """One completion for each prompt, without the prompt and without what follows its end token.
 
     Prompts are padded on the left, because a completion begins at the right. Options that are not given are the model's own
     generation config, except that at most 128 tokens are made instead of filling a cache of unknown size.
+
+    Args:
+        generator: where random numbers come from; None: the global state.
+        keep_end: leave the end token on.
 
     Raises:
         BadRow: a prompt. BadGeneration: transformers refuses the options.
@@ -61,10 +91,11 @@ def complete(module: Any, rows: Sequence[InputFeature], device: torch.device, op
     if not {"max_new_tokens", "max_length", "generation_config"} & set(settings):
         settings["max_new_tokens"] = 128
     try:
-        made = module.generate(input_ids=ids, attention_mask=mask, **settings)[:, longest:].tolist()
+        with drawing_from(generator, device):
+            made = module.generate(input_ids=ids, attention_mask=mask, **settings)[:, longest:].tolist()
     except (ValueError, TypeError) as error:
         raise BadGeneration(options, error) from error
-    return [_until_end(row, ends) for row in made]
+    return [_until_end(row, ends, keep_end) for row in made]
 
 
 def _prompt(index: int, row: Mapping[str, Any], vocabulary: int | None) -> list[int]:
@@ -99,6 +130,6 @@ def _flat(index: int, row: Mapping[str, Any], field: str) -> torch.Tensor:
         raise BadRow.field(index, field, f"can't be made a tensor ({error})") from error
 
 
-def _until_end(ids: list[int], ends: Sequence[int]) -> list[int]:
+def _until_end(ids: list[int], ends: Sequence[int], keep_end: bool) -> list[int]:
     stop = next((i for i, token in enumerate(ids) if token in ends), None)
-    return ids if stop is None else ids[:stop]
+    return ids if stop is None else ids[: stop + keep_end]
