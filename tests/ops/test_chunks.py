@@ -31,7 +31,7 @@ def test_rows_are_taken_and_their_gradients_put_back_as_index_select_does():
 @pytest.mark.parametrize("chunk", [3, 100])
 @pytest.mark.parametrize("way", ["fused", "logps"])
 def test_a_gradient_in_memory_from_the_system_is_the_same(monkeypatch, dtype, chunk, way):
-    """Large gradients lie in memory that is asked of the system directly; they are tensors like any other, and outlive the call."""
+    """Large gradients lie in memory that is asked of the system directly. They are like any other, and outlive the call."""
     made = []
     monkeypatch.setattr(chunks.mmap, "mmap", lambda *a, real=mmap.mmap, **k: made.append(1) or real(*a, **k))
 
