@@ -19,6 +19,7 @@ from twinkle_core.ops.token_logps import Tempered, logps_from_logits, token_logp
 from twinkle_core.train.loop_engine import LoopEngine, evaluating
 from twinkle_core.train.session import Session
 from twinkle_core.types import InputFeature, ModelOutput
+from twinkle_transformers.attention import by_row
 from twinkle_transformers.generate import check_options, complete
 from twinkle_transformers.inputs import Fitted, fit, packs
 from twinkle_transformers.precision import NARROW, Precision
@@ -150,14 +151,16 @@ class TransformersEngine(LoopEngine):
             # what is trained is fp32 before its first gradient: in a narrow type gradients of a window would lose digits
             self.precision.master([p for p in self._own if p.requires_grad and p.dtype in NARROW])
         mode = training(self.module) if train else evaluating(self.module)
-        with mode, self.precision.autocast(self.device):
+        rows = by_row(getattr(self.module, "config", None), batch.inputs.get("seq_lens"))
+        with mode, self.precision.autocast(self.device), rows:
             layer = self._output_layer(inputs) if self._wants_hidden(needs, task) else None
             if layer is None:
                 return self._by_logits(batch.inputs, inputs, needs, temperature)
             return self._by_hidden(batch.inputs, inputs, needs, temperature, layer)
 
     def backward(self, loss_sum: torch.Tensor, *, sync: bool = True) -> None:
-        with training(self.module):  # gradient checkpointing runs parts of the forward again, with their dropout
+        # gradient checkpointing runs parts of the forward again, with their dropout and their attention
+        with training(self.module), by_row(getattr(self.module, "config", None)):
             super().backward(loss_sum, sync=sync)
 
     @staticmethod
