@@ -12,6 +12,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from twinkle_transformers.tree import text_config
+
 #: the name of ``row_attention`` among transformers' implementations
 BY_ROW = "twinkle_by_row"
 _lengths: ContextVar[Sequence[int]] = ContextVar("lengths of the packed rows", default=())
@@ -73,16 +75,16 @@ AttentionMaskInterface.register(BY_ROW, row_mask)
 
 
 @contextlib.contextmanager
-def by_row(config: Any, lengths: Sequence[int] | None = None) -> Iterator[None]:
+def by_row(module: Any, lengths: Sequence[int] | None = None) -> Iterator[None]:
     """Attention of packed rows row by row inside, where a model of transformers uses ``sdpa``; backward runs inside too.
 
     The layers of the text alone: another part of the model may see as many patches as there are tokens.
 
     Args:
-        config: the model's.
+        module: the model.
         lengths: of the rows of the packed batch whose forward runs inside; None for any other.
     """
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    text = text_config(module)
     if getattr(text, "_attn_implementation", None) != "sdpa":
         yield
         return
