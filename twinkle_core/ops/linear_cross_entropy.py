@@ -14,17 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from twinkle_core.errors import NeedsLibrary
-from twinkle_core.ops.token_logps import (
-    Tempered,
-    check_labels,
-    compute_dtype,
-    cuts,
-    is_plain,
-    linear_logits,
-    softmax_in_place,
-    token_logps,
-    valid,
-)
+from twinkle_core.ops.chunks import added, compute_dtype, cuts, is_plain, valid
+from twinkle_core.ops.token_logps import Tempered, check_labels, linear_logits, softmax_in_place, token_logps
 
 #: rows at a time through frozen weights, and where they train: fewer make matmuls slower, more take more memory
 FROZEN, TRAINED = 256, 192
@@ -153,12 +144,8 @@ def _sum_and_gradients(
         dz = dz.to(weight.dtype)
         if d_rows is not None:
             torch.mm(dz, weight, out=d_rows[cut])
-        if wanted[1] and d_weight is None:
-            d_weight = torch.mm(dz.t(), rows[cut]).to(wide)
-        elif d_weight is not None and d_weight.dtype == dz.dtype:
-            d_weight.addmm_(dz.t(), rows[cut])
-        elif d_weight is not None:
-            d_weight += dz.t() @ rows[cut]
+        if wanted[1]:
+            d_weight = added(d_weight, dz, rows[cut], wide)
         del z, p, dz  # or the next chunk's logits would come beside these
     if wanted[1]:
         d_weight = torch.zeros_like(weight) if d_weight is None else d_weight.to(weight.dtype)

@@ -9,14 +9,15 @@ taken to float32 before the softmax, whatever precision the matmul has.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any, TypeGuard
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from twinkle_core.errors import BadLabels
+from twinkle_core.ops.chunks import added, compute_dtype, cuts, is_plain, taken, valid
 from twinkle_core.types import IGNORE_INDEX
 
 #: logits that are there at once, by default: 128 MiB in float32, but never fewer rows than keep a matmul busy
@@ -93,7 +94,7 @@ def token_logps(
         temperature *= output_layer.temperature
         output_layer = output_layer.layer
     flat, index = hidden.reshape(-1, hidden.shape[-1]), valid(labels)
-    rows = flat.index_select(0, index)
+    rows = taken(flat, index)
     chosen = labels.reshape(-1).index_select(0, index)
     if not is_plain(output_layer):
         chunk = chunk_size or _chunk_rows(getattr(output_layer, "out_features", 2**17))
@@ -279,7 +280,7 @@ class _Recomputed(torch.autograd.Function):
         d_rows = torch.empty_like(rows) if ctx.needs_input_grad[0] else None
         # sums over chunks in float32, rounded to the weights' precision once
         wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
-        d_weight = torch.zeros_like(weight, dtype=wide) if ctx.needs_input_grad[1] else None
+        d_weight: Tensor | None = None  # the first chunk's, to which others are added
         d_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and ctx.needs_input_grad[2] else None
         for cut in cuts(rows.shape[0], chunk):
             p = odds.clone() if odds is not None else softmax_in_place(linear_logits(rows[cut], weight, bias, temperature))
@@ -289,12 +290,10 @@ class _Recomputed(torch.autograd.Function):
             dz = dz.to(weight.dtype)
             if d_rows is not None:
                 torch.mm(dz, weight, out=d_rows[cut])
-            if d_weight is not None:
-                if d_weight.dtype == dz.dtype:
-                    d_weight.addmm_(dz.t(), rows[cut])
-                else:
-                    d_weight += dz.t() @ rows[cut]
-        d_weight = None if d_weight is None else d_weight.to(weight.dtype)
+            if ctx.needs_input_grad[1]:
+                d_weight = added(d_weight, dz, rows[cut], wide)
+        if ctx.needs_input_grad[1]:
+            d_weight = torch.zeros_like(weight) if d_weight is None else d_weight.to(weight.dtype)
         d_bias = None if d_bias is None else d_bias.to(bias.dtype)
         return d_rows, d_weight, d_bias, None, None, None, None, None
 
@@ -371,19 +370,8 @@ def _through_module(
 # ---------------------------------------------------------------------------------------------------- helpers
 
 
-def valid(labels: Tensor) -> Tensor:
-    """Positions of flattened labels that are not -100. Waits for the device: how many there are sets the sizes."""
-    return (labels.reshape(-1) != IGNORE_INDEX).nonzero().squeeze(1)
-
-
 def _chunk_rows(vocabulary: int) -> int:
     return max(CHUNK_ROWS, CHUNK_ELEMENTS // vocabulary)
-
-
-def cuts(count: int, chunk: int) -> Iterator[slice]:
-    """Chunks of at most ``chunk`` rows, as even as they can be: a small rest would cost as much as a large one."""
-    pieces = -(-count // chunk)
-    return (slice(i * count // pieces, (i + 1) * count // pieces) for i in range(pieces))
 
 
 def _joined(
@@ -411,19 +399,3 @@ def _scatter(labels: Tensor, index: Tensor, logps: Tensor, entropy: Tensor | Non
         None if entropy is None else spread(entropy, 0.0),
         None if guess is None else spread(guess, IGNORE_INDEX),
     )
-
-
-def is_plain(layer: nn.Module) -> TypeGuard[nn.Linear]:
-    """Whether a layer is nothing but ``x W^T + b``: no subclass, hook, parametrisation or sharding."""
-    if type(layer) is not nn.Linear or layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer):
-        return False
-    return type(layer.weight) in (nn.Parameter, Tensor)
-
-
-def compute_dtype(rows: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """What autocast would do to a linear layer; here, because a custom function computes beyond its reach."""
-    kind = rows.device.type
-    if not torch.is_autocast_enabled(kind) or rows.dtype == torch.float64:
-        return rows, weight, bias
-    dtype = torch.get_autocast_dtype(kind)
-    return rows.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)

@@ -56,7 +56,8 @@ class ForwardVerbs(Sessions):
         loss = self._loss(session)
         rows = self._encode(session, inputs)
         labelled = losses.has_labels(rows)
-        needs = losses.engine_needs(loss, session.metrics[True], logits=return_logits, labelled=labelled)
+        aux = self.engine.aux_loss_coef != 0
+        needs = losses.engine_needs(loss, session.metrics[True], logits=return_logits, labelled=labelled, aux=aux)
         (batch,) = self.engine.prepare(self._resolved(session), rows)
         with self.adapters.activate(session.name):
             output = self.engine.forward(batch, needs, train=True, temperature=temperature, task=task)
@@ -222,7 +223,8 @@ class ForwardVerbs(Sessions):
         self._check_trained(session)
         batches = self.engine.prepare(self._resolved(session), rows, micro_batch_size=micro_batch_size, loss_args=loss_args)
         session.window.resize(gradient_accumulation_steps)
-        needs = losses.engine_needs(loss, session.metrics[True])
+        coefficient, ranks = self.engine.aux_loss_coef, self.engine.ranks()
+        needs = losses.engine_needs(loss, session.metrics[True], aux=coefficient != 0)
         sums: list[LossOutput] = []
         at_once, later = _by_size(session.metrics[True])
         measured: list[tuple[Batch, ModelOutput, LossOutput]] = []
@@ -233,7 +235,7 @@ class ForwardVerbs(Sessions):
             with self._or_drop(session) as progress:
 
                 def loss_fn(batch: Batch, output: ModelOutput) -> LossOutput:
-                    value = losses.call(loss, batch, output, train=not batch.dummy, ranks=self.engine.ranks())
+                    value = losses.call(loss, batch, output, train=not batch.dummy, ranks=ranks, aux_coef=coefficient)
                     held = losses.detached(value)
                     if not batch.dummy:
                         self._measure(at_once, batch, output, held)
@@ -321,7 +323,8 @@ class ForwardVerbs(Sessions):
             batch = Batch(part.batch.inputs, part.batch.rows, args, part.batch.dummy)
             with self.adapters.activate(part.active), self.engine.mode(part.train):
                 train, ranks = part.train and not part.batch.dummy, self.engine.ranks()
-                part.loss = losses.call(loss, batch, part.output, train=train, ranks=ranks)
+                coefficient = self.engine.aux_loss_coef if part.train else 0.0
+                part.loss = losses.call(loss, batch, part.output, train=train, ranks=ranks, aux_coef=coefficient)
 
     def _check_trained(self, session: Session) -> None:
         """Raise if a backward would make no gradient, or one that the session's optimizer has never heard of."""

@@ -131,9 +131,15 @@ def complete_without_args(loss: Loss) -> bool:
     return all(p.default is not p.empty or p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL) for p in parameters)
 
 
-def engine_needs(loss: Loss, metrics: Iterable[Metric], *, logits: bool = False, labelled: bool = True) -> frozenset[str]:
-    """The union of what loss and metrics read, and nothing else; without labels, nothing that is computed from them."""
-    needs = set(loss.needs)
+def engine_needs(
+    loss: Loss, metrics: Iterable[Metric], *, logits: bool = False, labelled: bool = True, aux: bool = False
+) -> frozenset[str]:
+    """The union of what loss and metrics read, and nothing else; without labels, nothing that is computed from them.
+
+    Args:
+        aux: a router's auxiliary loss is added.
+    """
+    needs = set(loss.needs) | ({"aux_loss"} if aux else set())
     for metric in metrics:
         needs |= metric.needs
     if logits:
@@ -160,12 +166,15 @@ def has_labels(rows: Any) -> bool:
     return all(row.get("labels") is not None for row in ([rows] if isinstance(rows, Mapping) else rows))
 
 
-def call(loss: Loss, batch: Batch, output: ModelOutput, *, train: bool = False, ranks: Any = None) -> LossOutput:
+def call(
+    loss: Loss, batch: Batch, output: ModelOutput, *, train: bool = False, ranks: Any = None, aux_coef: float = 0.0
+) -> LossOutput:
     """The loss of one micro-batch, checked. The stand-in of a rank without rows has weight 0 and still a graph.
 
     Args:
         train: a backward follows, so it must have a graph.
         ranks: for a ``collective`` loss: the data ranks that it meets.
+        aux_coef: of the router's auxiliary loss, which is added unless the loss itself reads it.
 
     Raises:
         BadLossResult. NotDeclared: it failed after it had read an output that is not among its ``needs``.
@@ -193,7 +202,15 @@ def call(loss: Loss, batch: Batch, output: ModelOutput, *, train: bool = False, 
         raise BadLossResult(name_of(loss), f"LossOutput whose sum is {shape}, not a scalar tensor")
     if train and not result.sum.requires_grad:
         raise BadLossResult(name_of(loss), "LossOutput whose sum has no graph, so there is nothing to go back through")
-    return LossOutput(result.sum, _checked_weight(name_of(loss), result.weight), result.metrics)
+    result = LossOutput(result.sum, _checked_weight(name_of(loss), result.weight), result.metrics)
+    return _with_aux(result, output["aux_loss"], aux_coef) if aux_coef and "aux_loss" not in loss.needs else result
+
+
+def _with_aux(loss: LossOutput, aux: torch.Tensor, coefficient: float) -> LossOutput:
+    """The mean grows by coefficient x aux, whatever the weight: what a router adds is no sum over items."""
+    share = aux * loss.weight
+    metrics = {**(loss.metrics or {}), "aux_loss": (share.detach(), loss.weight)}
+    return LossOutput(loss.sum + (coefficient * share).to(loss.sum.device), loss.weight, metrics)
 
 
 def _checked_weight(name: str, weight: Any) -> Any:

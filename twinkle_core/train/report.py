@@ -59,7 +59,10 @@ def _optimizer(optimizer: Any) -> str:
 def _loss(model: Sessions, session: Session) -> str:
     loss = model._loss(session)
     text = f"{losses.name_of(loss)} (needs {', '.join(sorted(loss.needs))}; scope {loss.scope})"
-    if loss.scope == "batch":
+    coefficient = model.engine.aux_loss_coef
+    if coefficient:
+        text += f" + {coefficient:g} x the routers' auxiliary loss (scope batch)"
+    if loss.scope == "batch" or coefficient:
         text += "\nnot exact under splitting: a window is the weighted mean of its micro-batches' losses"
     return text
 

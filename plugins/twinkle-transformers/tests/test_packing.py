@@ -48,6 +48,52 @@ def test_packed_and_padded_give_one_loss_and_one_gradient(attention):
     assert (found[0][1] - found[1][1]).norm() / found[1][1].norm() < 1e-5
 
 
+def mistral():
+    from transformers import MistralConfig
+
+    return MistralConfig(
+        vocab_size=264, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        sliding_window=3,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("config", [tiny_config, mistral], ids=["all before", "a window"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_attention_of_packed_rows_is_computed_row_by_row(monkeypatch, config, checkpointing):
+    """Only pairs of tokens within a row are computed; what comes out, and back, is what the masked whole gives."""
+    from twinkle_transformers import attention
+
+    seen, real = [], attention.sdpa_attention_forward
+    monkeypatch.setattr(attention, "sdpa_attention_forward", lambda *a, **k: seen.append(a[1].shape[2]) or real(*a, **k))
+    times = 4 if checkpointing else 2  # layers, each once more in backward
+    m, batch = packed(config(), attn_implementation="sdpa", gradient_checkpointing=checkpointing), rows(6, 1, 4)
+    m.set_optimizer("sgd", lr=0.0)
+
+    def run():
+        loss = float(m.forward_backward(batch))
+        found = torch.cat([p.grad.flatten() for p in m.module.parameters()])
+        m.zero_grad(drop=True)
+        return loss, found
+
+    run()  # asks the model some questions first
+    seen.clear()
+    loss, got = run()
+    assert seen == [6, 1, 4] * times and m.module.config._attn_implementation == "sdpa"
+    monkeypatch.setattr(attention, "BY_ROW", "sdpa")  # the switch leads nowhere
+    expected, want = run()
+    assert seen == [6, 1, 4] * times
+    assert loss == pytest.approx(expected, rel=1e-6) and (got - want).norm() / want.norm() < 1e-5
+
+
+def test_attention_row_by_row_ends_with_the_forward(monkeypatch):
+    m = packed(attn_implementation="sdpa")
+    m.set_optimizer("sgd", lr=0.0)
+    monkeypatch.setattr(m.module.model.norm, "forward", lambda x: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        m.forward_backward(rows(3, 2))
+    assert m.module.config._attn_implementation == "sdpa"
+
+
 def mamba():
     from transformers import MambaConfig
 

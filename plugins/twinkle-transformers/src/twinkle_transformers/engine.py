@@ -19,10 +19,12 @@ from twinkle_core.ops.token_logps import Tempered, logps_from_logits, token_logp
 from twinkle_core.train.loop_engine import LoopEngine, evaluating
 from twinkle_core.train.session import Session
 from twinkle_core.types import InputFeature, ModelOutput
+from twinkle_transformers.attention import by_row
 from twinkle_transformers.generate import check_options, complete
 from twinkle_transformers.inputs import Fitted, fit, packs
 from twinkle_transformers.precision import NARROW, Precision
 from twinkle_transformers.probes import check_isolation, output_layer_of
+from twinkle_transformers.tree import text_config
 
 #: what is computed from labels, token by token
 TOKEN_NEEDS = frozenset({"logps", "entropies", "predictions"})
@@ -150,19 +152,27 @@ class TransformersEngine(LoopEngine):
             # what is trained is fp32 before its first gradient: in a narrow type gradients of a window would lose digits
             self.precision.master([p for p in self._own if p.requires_grad and p.dtype in NARROW])
         mode = training(self.module) if train else evaluating(self.module)
-        with mode, self.precision.autocast(self.device):
+        rows = by_row(self.module, batch.inputs.get("seq_lens"))
+        with mode, self.precision.autocast(self.device), rows:
             layer = self._output_layer(inputs) if self._wants_hidden(needs, task) else None
             if layer is None:
                 return self._by_logits(batch.inputs, inputs, needs, temperature)
             return self._by_hidden(batch.inputs, inputs, needs, temperature, layer)
 
     def backward(self, loss_sum: torch.Tensor, *, sync: bool = True) -> None:
-        with training(self.module):  # gradient checkpointing runs parts of the forward again, with their dropout
+        # gradient checkpointing runs parts of the forward again, with their dropout and their attention
+        with training(self.module), by_row(self.module):
             super().backward(loss_sum, sync=sync)
 
-    @staticmethod
-    def _wants_hidden(needs: frozenset[str], task: str) -> bool:
-        beyond = {"aux_loss", "values", "embeddings"}
+    @property
+    def aux_loss_coef(self) -> float:  # type: ignore[override]
+        """``router_aux_loss_coef`` of the model's config where that says ``output_router_logits``, as in transformers."""
+        text = text_config(self.module)
+        on = getattr(text, "output_router_logits", False)
+        return float(getattr(text, "router_aux_loss_coef", None) or 0.0) if on else 0.0
+
+    def _wants_hidden(self, needs: frozenset[str], task: str) -> bool:
+        beyond = {"values", "embeddings"} | (set() if "logits_to_keep" in self._takes else {"aux_loss"})
         return task == "causal_lm" and not needs & beyond and bool(needs & (TOKEN_NEEDS | {"hidden"}))
 
     def _inputs(self, batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -191,6 +201,8 @@ class TransformersEngine(LoopEngine):
         result = self.module(**inputs, **extra)
         logits: Any = getattr(result, "logits", None)
         output = ModelOutput()
+        if "aux_loss" in needs:
+            output["aux_loss"] = self._aux_of(result)
         if logits is None and needs & (TOKEN_NEEDS | {"logits", "values"}):
             raise NotComputed(self._name(), "logits", f"its outputs are {', '.join(result.keys())}")
         if "logits" in needs:
@@ -205,18 +217,23 @@ class TransformersEngine(LoopEngine):
             if logits.shape[-1] != 1:
                 raise NotComputed(self._name(), "values", "it has no value head, nor logits of one column (a regression head)")
             output["values"] = logits.squeeze(-1)
-        if "aux_loss" in needs:
-            output["aux_loss"] = getattr(result, "aux_loss", None)
-            if output["aux_loss"] is None:
-                raise NotComputed(self._name(), "aux_loss", "it has no router")
         return output
+
+    def _aux_of(self, result: Any) -> torch.Tensor:
+        aux = getattr(result, "aux_loss", None)
+        if not isinstance(aux, torch.Tensor):
+            raise NotComputed(self._name(), "aux_loss", "it has no router with such a loss")
+        return aux
 
     def _by_hidden(
         self, batch: InputFeature, inputs: Mapping[str, Any], needs: frozenset[str], temperature: float, layer: Any
     ) -> ModelOutput:
         """The body of the model, and its output layer only where there are labels, unless whole logits were asked for."""
-        hidden = self.module.base_model(**inputs).last_hidden_state
         output = ModelOutput()
+        if "aux_loss" in needs:
+            hidden, output["aux_loss"] = self._hidden_and_aux(inputs)
+        else:
+            hidden = self.module.base_model(**inputs).last_hidden_state
         shown = layer if temperature == 1.0 else Tempered(layer, temperature)
         if "logits" in needs:
             output["logits"] = shown(hidden)
@@ -225,6 +242,16 @@ class TransformersEngine(LoopEngine):
         if needs & TOKEN_NEEDS:
             output.update(_named(needs, token_logps(hidden, layer, batch["labels"], **_wanted(needs), temperature=temperature)))
         return output
+
+    def _hidden_and_aux(self, inputs: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        """The last hidden states, and the auxiliary loss, which only the whole model makes: with one column of logits."""
+        kept: list[torch.Tensor] = []
+        handle = self.module.base_model.register_forward_hook(lambda *call: kept.append(call[2].last_hidden_state))
+        try:
+            result = self.module(**inputs, output_router_logits=True, logits_to_keep=1)
+        finally:
+            handle.remove()
+        return kept[-1], self._aux_of(result)
 
     # ------------------------------------------------------------------------------------------------ what the model is like
 

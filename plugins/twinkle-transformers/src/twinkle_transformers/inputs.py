@@ -12,7 +12,7 @@ from twinkle_core.contracts.processor import Processor
 from twinkle_core.errors import BadInputs, BadRow, PackingLeaks
 from twinkle_core.ops.token_logps import check_labels
 from twinkle_core.types import IGNORE_INDEX, InputFeature
-from twinkle_transformers.tree import weight_of
+from twinkle_transformers.tree import text_config, weight_of
 
 
 class Fitted(Processor):
@@ -123,8 +123,7 @@ def _without_mask(module: Any, batch: dict[str, Any]) -> None:
 
 def _padded(module: Any, ids: torch.Tensor, mask: Any, size: int | None) -> torch.Tensor:
     """Padding as the model's own padding token: models that pool look for it, whatever the mask says."""
-    config: Any = getattr(module, "config", None)
-    pad = getattr(config.get_text_config() if hasattr(config, "get_text_config") else config, "pad_token_id", None)
+    pad = getattr(text_config(module), "pad_token_id", None)
     if not isinstance(mask, torch.Tensor) or mask.shape != ids.shape or not isinstance(pad, int) or not 0 <= pad < (size or 0):
         return ids
     if _readable(mask) and bool(mask.all()):

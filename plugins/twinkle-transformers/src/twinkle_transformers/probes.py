@@ -12,6 +12,7 @@ import torch
 from twinkle_core.errors import PackingLeaks
 from twinkle_core.train.loop_engine import evaluating
 from twinkle_transformers.precision import Precision
+from twinkle_transformers.tree import text_config
 
 #: what configs call that which is done to logits after the output layer
 _AFTER_THE_LAYER = ("softcap", "logit_scale", "logits_scaling", "lm_head_multiplier")
@@ -33,7 +34,7 @@ def output_layer_of(module: Any, inputs: Mapping[str, Any]) -> bool:
     today's small logits may not reach. What the config says of scales and caps counts too. Random numbers are not drawn,
     training flags are put back.
     """
-    if _says_more(getattr(module, "config", None)):
+    if _says_more(text_config(module)):
         return False
     layer, body = module.get_output_embeddings(), getattr(module, "base_model", None)
     if layer is None or body is None or body is module or "input_ids" not in inputs:
@@ -55,9 +56,8 @@ def output_layer_of(module: Any, inputs: Mapping[str, Any]) -> bool:
     return _differs(ours, logits, ours.dtype) == 0.0
 
 
-def _says_more(config: Any) -> bool:
+def _says_more(text: Any) -> bool:
     """Whether a config names something that is done to logits after the output layer."""
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
     values = vars(text) if text is not None else {}
     return any(
         value not in (None, False, 1)
@@ -86,9 +86,7 @@ def check_isolation(module: Any, takes: frozenset[str], precision: Precision, de
     Raises:
         PackingLeaks: with what was seen.
     """
-    config: Any = getattr(module, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    size = getattr(text, "vocab_size", None) or 16
+    size = getattr(text_config(module), "vocab_size", None) or 16
     a, other, b = (torch.arange(start, start + n, device=device) % size for start, n in ((1, 5), (6, 5), (11, 4)))
     positions = torch.cat([torch.arange(5), torch.arange(4)]).to(device)[None]
 

@@ -13,6 +13,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 
+def text_config(module: Any) -> Any:
+    """The config of a model's text part; None for a module without a config."""
+    config = getattr(module, "config", None)
+    return config.get_text_config() if config is not None and hasattr(config, "get_text_config") else config
+
+
 def peft_layers(module: torch.nn.Module) -> list[Any]:
     """All layers of peft's, outermost first."""
     return [m for m in module.modules() if isinstance(m, (BaseTunerLayer, AuxiliaryTrainingWrapper))]
