@@ -96,13 +96,11 @@ class CannotBuild(TwinkleError, TypeError):
 
     @classmethod
     def without(cls, kind: str, name: str, why: str) -> CannotBuild:
-        """The constructor needs arguments."""
         suite = f"class Test{name}({kind.capitalize()}Suite): component = {name}; arguments = {{...}}"
         return cls(f"{cls.because(kind, name, why)}\n    give them in a suite: {suite}\n{_in_metadata(name)}")
 
     @classmethod
     def at_each_call(cls, name: str, missing: Sequence[str]) -> CannotBuild:
-        """Each call of a loss needs arguments."""
         return cls(
             f"loss {name} can't be called for its checks without its loss arguments: {listed(missing)}\n"
             f"    give them in a suite: class Test{name}(LossSuite) with component = {name} and the fixture\n"

@@ -107,4 +107,4 @@ def test_torchrun(tmp_path):
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     assert process.returncode == 0, err
-    assert sorted(out.split("\n"))[-2:] == [alone.stdout.strip()] * 2
+    assert re.findall(r"norm \d+\.\d{5}", out) == [alone.stdout.strip()] * 2  # two processes may write one line

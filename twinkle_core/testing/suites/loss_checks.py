@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import math
 import pickle
@@ -24,6 +23,8 @@ from twinkle_core.types import InputFeature, LossOutput
 
 #: of sums in another order: in float64, and for what computes in float32 whatever it is given
 _FLOAT64, _FLOAT32 = (1e-9, 1e-10), (1e-4, 1e-5)
+#: class of a loss -> what it held before the first call in this process
+_AT_FIRST: dict[type, dict[str, bytes]] = {}
 
 
 class LossChecks(Suite):
@@ -105,10 +106,11 @@ class LossChecks(Suite):
         )
 
 
-@functools.cache
 def kept_on_class(cls: type) -> dict[str, bytes]:
     """What the classes of a loss hold, as it was at the first call of this function."""
-    return held_by_class(cls)
+    if cls not in _AT_FIRST:
+        _AT_FIRST[cls] = held_by_class(cls)
+    return _AT_FIRST[cls]
 
 
 def held_by_class(cls: type) -> dict[str, bytes]:

@@ -56,7 +56,7 @@ def outputs_of(module: Any, inputs: InputFeature, needs: Iterable[str]) -> Model
 
 def needs_a_set(suite: Checks, component: Any) -> None:
     """Raise BadNeeds, once, where ``needs`` is no set of names."""
-    needs = getattr(component, "needs", frozenset())
+    needs: Any = getattr(component, "needs", frozenset())
     try:
         check_needs(getattr(component, "__name__", type(component).__name__), needs, known=needs)
     except BadNeeds as error:

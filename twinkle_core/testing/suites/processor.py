@@ -226,7 +226,7 @@ class ProcessorSuite(Suite):
 def _grown(row: InputFeature, length: int) -> Any:
     """The row's tokens again and again."""
     return {
-        **{name: [row[name][t % len(row[name])] for t in range(length)] for name in ("input_ids", "labels")},  # type: ignore[literal-required]
+        **{name: [row[name][t % len(row[name])] for t in range(length)] for name in ("input_ids", "labels")},
         "length": length,
     }
 
