@@ -312,7 +312,7 @@ def _untrained(plan: sft_plan.Plan, model_id: str) -> TwinkleModel:
     model: TwinkleModel = registry.build("model", section.cls, given, contract=TwinkleModel)
     if config.adapter is not None:
         size = config.training.gradient_accumulation_steps
-        model.add_adapter_to_model(config.adapter.name, _adapter_config(config), gradient_accumulation_steps=size)
+        model.add_adapter_to_model(config.adapter.name, _adapter_config(plan), gradient_accumulation_steps=size)
     return model
 
 
@@ -331,12 +331,13 @@ def _model(plan: sft_plan.Plan, model_id: str, template: Template, total: int) -
     return model
 
 
-def _adapter_config(config: TrainConfig) -> Any:
+def _adapter_config(plan: sft_plan.Plan) -> Any:
     """A peft config, or the folder of an adapter."""
+    config = plan.config
     assert config.adapter is not None
     if config.adapter.path is not None:
         return str(Path(config.adapter.path).expanduser())
     from peft import LoraConfig
 
     given = config.adapter.model_dump(include={"r", "lora_alpha", "lora_dropout", "target_modules"})
-    return LoraConfig(**given, task_type="CAUSAL_LM", **config.adapter.arguments)
+    return LoraConfig(**given, task_type=plan.task.peft_type(config), **config.adapter.arguments)

@@ -27,7 +27,7 @@ class Task:
     One module of this package for each, of the task's name, with a ``TASK``.
 
     Attributes:
-        grouped: whether an item of its data is a group of rows (a pair of answers); it must be one, and else must not.
+        grouped: whether an item of its data is a pair of rows; it must be one, and else must not.
         unit: of its loss, for the plot.
     """
 
@@ -60,12 +60,16 @@ class Task:
         return Dataset
 
     def check_rows(self, dataset: Dataset, name: str) -> None:
-        """Raise DataError if rows are groups and this task has no place for groups, or the other way round."""
+        """Raise DataError if rows are pairs and this task has no place for pairs, or the other way round."""
         from twinkle_core.data.groups import is_group
 
         first = dataset[0] if len(dataset) else None
-        if first is not None and is_group(first) != self.grouped:
+        if first is not None and (is_group(first) != self.grouped or "anchor" in first):
             raise errors.DataError.other_task(name, sorted(first), self.grouped)
+
+    def peft_type(self, config: TrainConfig) -> str:
+        """What peft calls a model of this task."""
+        return "CAUSAL_LM"
 
     def beside(self, config: TrainConfig, model: TwinkleModel, make: Callable[[], TwinkleModel]) -> Beside:
         """What ``forward_backward`` and ``forward_only`` are given of a batch besides its rows.
