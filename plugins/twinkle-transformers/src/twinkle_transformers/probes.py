@@ -99,11 +99,10 @@ def check_isolation(module: Any, takes: frozenset[str], precision: Precision, de
         if "use_cache" in inspect.signature(module.forward).parameters:
             inputs["use_cache"] = False
         result = module(**inputs)
-        if result.logits.shape[:2] != inputs["input_ids"].shape:
-            raise PackingLeaks(
-                name, f"it gives one result for a whole sequence ({list(result.logits.shape)}), not for each row"
-            )
-        return result.logits[0, -4:]  # type: ignore[no-any-return]
+        found = result.logits if "logits" in result else result.last_hidden_state
+        if found.shape[:2] != inputs["input_ids"].shape:
+            raise PackingLeaks(name, f"it gives one result for a whole sequence ({list(found.shape)}), not for each row")
+        return found[0, -4:]  # type: ignore[no-any-return]
 
     with evaluating(module), precision.autocast(device):
         packed, changed, alone = run(a, b), run(other, b), run(b)
