@@ -229,6 +229,14 @@ entry(
     e.PatchOrder("FusedMLP", "FusedNorm"),
     why="What the patch changed has been changed again by another one, so what it found can't be put back yet.",
 )
+entry(
+    e.PatchRefused.of_model(
+        "ValueHeadPatch", "LlamaForCausalLM", "its adapter 'a' was made without a value head, and would not train it",
+        "Apply the patch before add_adapter_to_model",
+    ),
+    e.PatchRefused.argument("EmbeddingPatch", "pooling", "max", "one of 'last_token', 'mean', 'cls'"),
+    why="A patch looks at the model before it changes anything.",
+)  # fmt: skip
 
 # ---------------------------------------------------------------------------------------------------- training
 

@@ -35,6 +35,8 @@ OF_CORE = frozenset({"loss", "num_items", "loss_metrics", "labels"})
 NEEDED = frozenset(ModelOutput.KEYS) - OF_CORE - {"output_layer"}
 #: what ``needs`` may name: outputs, and what comes with them
 READABLE = NEEDED | {"labels", "output_layer"}
+#: tasks: what a model is asked for when nothing else is said, and what ``embeddings`` imply
+CAUSAL_LM, EMBEDDING = "causal_lm", "embedding"
 #: the needs of a function that declares none
 BY_DEFAULT = frozenset({"logits"})
 
@@ -131,14 +133,31 @@ def complete_without_args(loss: Loss) -> bool:
     return all(p.default is not p.empty or p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL) for p in parameters)
 
 
-def engine_needs(loss: Loss, metrics: Iterable[Metric], *, logits: bool = False, labelled: bool = True) -> frozenset[str]:
-    """The union of what loss and metrics read, and nothing else; without labels, nothing that is computed from them."""
-    needs = set(loss.needs)
+def engine_needs(
+    loss: Loss | None, metrics: Iterable[Metric], *, task: str = CAUSAL_LM, logits: bool = False, labelled: bool = True
+) -> frozenset[str]:
+    """The union of what loss and metrics read, and nothing else; without labels, nothing that is computed from them.
+
+    The task ``embedding`` gives embeddings in place of logits, for which its models may have no layer.
+    """
+    needs = set(loss.needs if loss is not None else ())
     for metric in metrics:
         needs |= metric.needs
-    if logits:
+    if EMBEDDING in (task, task_of(task, needs)):
+        needs.add("embeddings")
+    elif logits:
         needs.add("logits")
     return frozenset(needs - OF_CORE) - (frozenset() if labelled else FROM_LABELS)
+
+
+def task_of(task: str, needs: Iterable[str]) -> str:
+    """The task that needs imply where no other was said."""
+    return EMBEDDING if task == CAUSAL_LM and "embeddings" in needs else task
+
+
+def of_task(loss: Loss, task: str) -> Loss | None:
+    """The loss, if a forward of this task has anything to do with it: one on logits has nothing to say of embeddings."""
+    return loss if task != EMBEDDING or "embeddings" in loss.needs else None
 
 
 def check_labels(loss: Loss, rows: Any) -> None:

@@ -12,6 +12,7 @@ from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
 from peft.utils.constants import EMBEDDING_LAYER_NAMES
 
 from twinkle_core.errors import BadAdapter
+from twinkle_core.patches.heads import VALUE_HEAD
 
 #: Methods that need more than layers in the model, and what they need.
 _NEEDS_MORE = {
@@ -73,6 +74,11 @@ def check_config(name: str, config: Any, module: torch.nn.Module, others: Sequen
             "train them as one, or load the model with tie_word_embeddings=False",
         )
     config = copy.deepcopy(config)
+    if hasattr(module, VALUE_HEAD) and VALUE_HEAD not in saved:  # each adapter trains a value head of its own
+        if not hasattr(config, "modules_to_save"):
+            why = "can't hold the value head that the model has; undo the patch 'value_head', or take LoRA"
+            raise BadAdapter(name, f"{type(config).__name__} {why}")
+        config.modules_to_save = saved = [*saved, VALUE_HEAD]
     if str(getattr(config.task_type, "value", config.task_type)) in ("SEQ_CLS", "TOKEN_CLS"):  # as peft: the head is trained
         ends = {key.rpartition(".")[2] for key, _ in module.named_modules()}
         config.modules_to_save = saved + [m for m in ("classifier", "score") if m in ends and m not in saved] or None
