@@ -172,6 +172,10 @@ entry(
     e.DataError.returned("clean", [1, 2]),
     e.DataError.no_template(),
     e.DataError.lazy("split"),
+    e.DataError.split_group("positive", 3),
+    e.DataError.packed_group(0),
+    e.DataError.no_texts("AcmeTemplate"),
+    e.DataError.no_anchor(["query", "response"]),
     e.DataError.unsized("shuffle=True"),
     e.DataError.resized(18, 12),
     e.DataError.no_batches(3, "batch_size=8 and drop_last"),
@@ -229,6 +233,14 @@ entry(
     e.PatchOrder("FusedMLP", "FusedNorm"),
     why="What the patch changed has been changed again by another one, so what it found can't be put back yet.",
 )
+entry(
+    e.PatchRefused.of_model(
+        "ValueHeadPatch", "LlamaForCausalLM", "its adapter 'a' was made without a value head, and would not train it",
+        "Apply the patch before add_adapter_to_model",
+    ),
+    e.PatchRefused.argument("EmbeddingPatch", "pooling", "max", "one of 'last_token', 'mean', 'cls'"),
+    why="A patch looks at the model before it changes anything.",
+)  # fmt: skip
 
 # ---------------------------------------------------------------------------------------------------- training
 

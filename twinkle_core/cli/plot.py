@@ -16,7 +16,7 @@ def running_mean(values: Sequence[float]) -> tuple[list[float] | None, int]:
     return [sum(span) / len(span) for span in spans], window
 
 
-def draw(rows: Iterable[Mapping[str, Any]], path: Path, title: str) -> str | None:
+def draw(rows: Iterable[Mapping[str, Any]], path: Path, title: str, unit: str = "nats a token") -> str | None:
     """Draw loss (and evaluation loss) over steps into a PNG; a long curve of the loss pale, with its running mean over it.
 
     Returns:
@@ -41,7 +41,7 @@ def draw(rows: Iterable[Mapping[str, Any]], path: Path, title: str) -> str | Non
         line = axes.plot(steps, values, marker="o" if len(points) < 40 else None, markersize=3, label=name, alpha=alpha)[0]
         if mean is not None:
             axes.plot(steps, mean, color=line.get_color(), linewidth=2, label=f"{name}, mean of {window} logged")
-    axes.set(xlabel="step (updates of the weights)", ylabel="loss (nats a token)", title=title)
+    axes.set(xlabel="step (updates of the weights)", ylabel=f"loss ({unit})", title=title)
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path, dpi=120)

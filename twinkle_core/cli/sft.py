@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from twinkle_core import plugins, registry
-from twinkle_core.cli import checkpoints, plot, quickstart_model, resume, run_files, sft_plan
+from twinkle_core.cli import checkpoints, embedding_plan, plot, quickstart_model, resume, run_files, sft_plan
 from twinkle_core.cli.interrupts import Interrupts
 from twinkle_core.config.schema import DatasetConfig, TrainConfig
 from twinkle_core.listeners import jsonl, progress
@@ -87,8 +87,9 @@ def run(plan: sft_plan.Plan, say: Callable[[str], None] = print, bar: bool = Tru
 
     say(current.model.get_train_configs())
     status = loop(current, each_step, lambda: None if saved == current.step else keep(), bar=bar)
-    missing = plot.draw(jsonl.read(plan.output_dir / METRICS), plan.output_dir / "loss.png", title(plan.config))
-    say(f"no loss plot: {missing}" if missing else f"loss plot: {plan.output_dir / 'loss.png'}")
+    picture, unit = plan.output_dir / "loss.png", embedding_plan.unit(plan.config)
+    missing = plot.draw(jsonl.read(plan.output_dir / METRICS), picture, title(plan.config), unit)
+    say(f"no loss plot: {missing}" if missing else f"loss plot: {picture}")
     if status:
         say(f"stopped after step {current.step} of {current.total}; go on with --resume")
     return status
@@ -264,6 +265,7 @@ def _rows(config: TrainConfig, sets: list[DatasetConfig]) -> Dataset:
             dataset.map(part.preprocessor.cls, dataset_meta=meta, **part.preprocessor.arguments)
     if len(metas) > 1:
         dataset.mix_dataset(interleave=config.dataset_mix == "interleave")
+    embedding_plan.check_rows(config, dataset)
     return dataset
 
 
@@ -293,6 +295,8 @@ def _model(plan: sft_plan.Plan, model_id: str, template: Template, total: int) -
     config, section = plan.config, plan.config.model
     given = {"model_id": model_id, **sft_plan.own_arguments(section), **section.arguments}
     model: TwinkleModel = registry.build("model", section.cls, given, contract=TwinkleModel)
+    for patch in config.patches:
+        model.apply_patch(patch.cls, **patch.arguments)
     if config.adapter is not None:
         size = config.training.gradient_accumulation_steps
         model.add_adapter_to_model(config.adapter.name, _adapter_config(config), gradient_accumulation_steps=size)
@@ -317,4 +321,4 @@ def _adapter_config(config: TrainConfig) -> Any:
     from peft import LoraConfig
 
     given = config.adapter.model_dump(include={"r", "lora_alpha", "lora_dropout", "target_modules"})
-    return LoraConfig(**given, task_type="CAUSAL_LM", **config.adapter.arguments)
+    return LoraConfig(**given, task_type=embedding_plan.task_type(config), **config.adapter.arguments)

@@ -12,13 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from twinkle_core import arguments, errors, hub, registry
-from twinkle_core.cli import checkpoints, quickstart_model
+from twinkle_core.cli import checkpoints, embedding_plan, quickstart_model
 from twinkle_core.config.schema import AdapterConfig, Component, DatasetConfig, ModelConfig, TemplateConfig, TrainConfig
 from twinkle_core.config.source import Place, Source
 from twinkle_core.isolation import Attempt, attempt
 
 #: Data sets that come with twinkle.
-BUNDLED = {"bundled://self-cognition": quickstart_model.bundled_set}
+BUNDLED = {
+    "bundled://self-cognition": quickstart_model.bundled_set,
+    "bundled://exclusions": embedding_plan.bundled_set,
+}
 
 Fault = tuple[str, str]
 
@@ -49,7 +52,9 @@ def make(config: TrainConfig, source: Source | None = None, resume: str | None =
         raise errors.NeedsLibrary("training from a configuration", "datasets", "twinkle-core[data]", sys.prefix)
     source = source or Source("the configuration")
     classes: dict[str, Any] = {}
+    config = embedding_plan.complete(config)
     faults = [*_components(config, source, classes), *_paths(config, source), *_adapter(config.adapter, source)]
+    faults += embedding_plan.faults(config, source, classes)
     if faults:
         raise errors.BadConfig(source.name, faults)
     output_dir = Path(config.output_dir).expanduser()
@@ -76,6 +81,7 @@ def _components(config: TrainConfig, source: Source, classes: dict[str, Any]) ->
         ("scheduler", ("scheduler",), config.scheduler),
         ("processor", ("processor",), config.processor),
         *(("metric", ("metrics", i), metric) for i, metric in enumerate(config.metrics)),
+        *(("patch", ("patches", i), patch) for i, patch in enumerate(config.patches)),
         *(
             ("preprocessor", (section, i, "preprocessor"), part.preprocessor)
             for section, sets in (("dataset", config.dataset), ("eval_dataset", config.eval_dataset))

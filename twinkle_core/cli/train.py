@@ -1,4 +1,4 @@
-"""``twinkle train CONFIG.yaml``: supervised fine-tuning from one file (L0 at import)."""
+"""``twinkle train CONFIG.yaml``: training from one file (L0 at import)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ from twinkle_core import errors, plugins, settings
 from twinkle_core.cli import checkpoints
 
 _TEXT = """\
-Supervised fine-tuning from one YAML file. All its faults are told at once, with their lines, before anything is loaded.
+Training from one YAML file. All its faults are told at once, with their lines, before anything is loaded.
+
+Task
+  task: sft        conversations, of which the assistant's turns are trained (the default)
+  task: embedding  groups of a text, one that belongs to it and some that do not, which preprocessor: triplet makes of rows
 
 Override
   Every key can be set beside the file: --key value or --key=value, with dots for sections and numbers for items of lists:
@@ -78,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
     from twinkle_core.cli.quiet import quiet
 
     plan = sft_plan.make(config, source, resume)
-    plugins.hooks().twinkle_configure(config=config)
+    plugins.hooks().twinkle_configure(config=plan.config)
     if resume is not None and plan.resume is None:
         print(f"{plan.output_dir} holds no checkpoint: the run begins at step 0")
     with quiet():

@@ -86,17 +86,21 @@ class TemplateConfig(_Strict):
 
 
 class DatasetConfig(_Strict):
-    """One set of conversations."""
+    """One set of conversations; of texts, for the task embedding."""
 
     id: str = Field(
-        min_length=1, description="ms://…, hf://…, a file or folder (json, jsonl, csv, parquet), or bundled://self-cognition"
+        min_length=1,
+        description="ms://…, hf://…, a file or folder (json, jsonl, csv, parquet), bundled://self-cognition, or for the "
+        "task embedding bundled://exclusions",
     )
     subset: str = Field("default", description="the configuration of a data set that has several")
     split: str = Field("train", description="which part of it: train, validation, test, ...")
     slice: int | Annotated[list[int], Field(min_length=2, max_length=2)] | None = Field(
         None, description="the first N rows, or [start, stop]"
     )
-    preprocessor: Named | None = Field(None, description="a name of kind 'preprocessor'; none: rows hold 'messages' already")
+    preprocessor: Named | None = Field(
+        None, description="a name of kind 'preprocessor'; none: rows hold 'messages' already (embedding: groups)"
+    )
 
 
 class DataloaderConfig(_Strict):
@@ -138,7 +142,9 @@ def _default_metrics() -> list[Component]:
 class TrainConfig(_Strict):
     """A run of ``twinkle train``."""
 
-    task: Literal["sft"] = Field("sft", description="supervised fine-tuning")
+    task: Literal["sft", "embedding"] = Field(
+        "sft", description="sft: supervised fine-tuning; embedding: contrastive training on groups of texts"
+    )
     model: ModelConfig = Field(description="which model, and in which precision")
     adapter: AdapterConfig | None = Field(default_factory=AdapterConfig, description="a LoRA; null trains all weights")
     template: TemplateConfig = Field(default_factory=TemplateConfig, description="how a conversation becomes tokens and labels")
@@ -150,6 +156,11 @@ class TrainConfig(_Strict):
         default_factory=list, description="what is evaluated on: one set, or a list of them; none: no evaluation"
     )
     dataloader: DataloaderConfig = Field(default_factory=DataloaderConfig, description="how rows are drawn")
+    patches: Annotated[list[Named], BeforeValidator(_listed)] = Field(
+        default_factory=list,
+        description="what the model is given before its adapter: names of kind 'patch'; embedding: a pooling head "
+        "({cls: embedding, pooling: last_token})",
+    )
     processor: Named | None = Field(None, description="padding or packing: a name of kind 'processor'")
     loss: Named = Field(
         default_factory=lambda: Component(cls="cross_entropy"), description="what is made small: a name of kind 'loss'"

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from twinkle_core.data.groups import flat
 from twinkle_core.data.sampler import BatchRule, epoch_order, share
 from twinkle_core.errors import DataError
 
@@ -15,6 +16,9 @@ if TYPE_CHECKING:
 
 class DataLoader:
     """Yields lists of rows: this data rank's share of each global batch.
+
+    Items that are groups (a pair of answers) give their rows one after the other, ``chosen, rejected, chosen, …``; sizes and
+    positions count items.
 
     Each ``iter()`` is a new epoch with its own order, as with torch's loader. All ranks see the same number of batches; the
     rows of a short last batch are divided evenly, and a batch of fewer rows than data ranks leaves the last ranks an empty
@@ -140,14 +144,14 @@ class DataLoader:
                 self.dataset,
                 batch_sampler=batches,
                 num_workers=self.num_workers,
-                collate_fn=_as_they_are,
+                collate_fn=_in_order,
                 generator=torch.Generator().manual_seed(self.seed),
             )
         )
 
     def _rows(self, batch: list[int]) -> list[Any]:
         self._check_size()
-        return [self.dataset[i] for i in batch]
+        return flat(self.dataset[i] for i in batch)
 
     def _check_size(self) -> None:
         if (now := len(self.dataset)) != self._size:
@@ -168,7 +172,7 @@ class DataLoader:
                 if len(batch) < self._rule.smallest:
                     break
                 yielded = True
-                yield list(share(batch, self._rank, self._world_size))
+                yield flat(share(batch, self._rank, self._world_size))
             if yielded:
                 return
             if not read:
@@ -178,8 +182,8 @@ class DataLoader:
             # The position was at the end of a pass: this epoch is the next one.
 
 
-def _as_they_are(rows: list[Any]) -> list[Any]:
-    return rows
+def _in_order(items: list[Any]) -> list[Any]:
+    return flat(items)
 
 
 def _size(dataset: Any) -> int | None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 from twinkle_core import registry
 from twinkle_core.contracts.template import Template
-from twinkle_core.data import sources, store
+from twinkle_core.data import groups, sources, store
 from twinkle_core.data.sources import DatasetMeta
 from twinkle_core.errors import DataError, TwinkleError
 from twinkle_core.log import get_logger
@@ -147,7 +147,8 @@ class Dataset:
         self.template = registry.build("template", template_cls, kwargs, contract=Template)
 
     def encode(self, num_proc: int | None = None) -> Dataset:
-        """Conversations to rows of token ids and aligned labels.
+        """Conversations to rows of token ids and aligned labels. Of a group (``{"positive", "negative"}``: see
+        ``twinkle_core.data.groups``) each member is encoded, and it stays one row of the set.
 
         Rows that the template drops (strategy ``delete``) are counted in ``dropped["encode"]`` and logged once; ``split`` makes
         several rows of one.
@@ -160,7 +161,7 @@ class Dataset:
         template = self._needs_template()
 
         def work(row: Row, index: int) -> list[Mapping[str, Any]]:
-            return as_list(in_row("encode", index, template.encode, row))  # type: ignore[arg-type]
+            return encoded_row(template, row, index)
 
         self._run(work, "encode", num_proc, None, encoded=True)
         self._encoded = True
@@ -169,7 +170,7 @@ class Dataset:
     def check(self) -> dict[int, str]:
         """Which rows the template would refuse, and why."""
         template = self._needs_template()
-        found = {i: template.check(row) for i, row in enumerate(store.read_all(self._table()))}  # type: ignore[arg-type]
+        found = {i: groups.check(template, row) for i, row in enumerate(store.read_all(self._table()))}
         return {index: reason for index, reason in found.items() if reason is not None}
 
     def _needs_template(self) -> Template:
@@ -275,7 +276,7 @@ class LazyDataset(Dataset):
         row = super()._row(index)
         if not self._encoded:
             return row
-        encoded = as_list(in_row("encode", index, self._needs_template().encode, row))  # type: ignore[arg-type]
+        encoded = encoded_row(self._needs_template(), row, index)
         if len(encoded) != 1:
             raise DataError.lazy("delete" if not encoded else "split")
         return dict(encoded[0])
@@ -320,6 +321,7 @@ def in_row(what: str, index: int, function: Callable[[Row], Any], row: Row) -> A
         raise DataError.in_row(what, index, cause) from cause
 
 
-def as_list(encoded: Any) -> list[Mapping[str, Any]]:
-    """What a template made of one conversation, as rows."""
-    return [] if encoded is None else list(encoded) if isinstance(encoded, list) else [encoded]
+def encoded_row(template: Template, row: Row, index: int) -> list[Mapping[str, Any]]:
+    """What a template makes of one row; its errors get the row's number."""
+    rows: list[Mapping[str, Any]] = in_row("encode", index, lambda given: groups.encode(template, given), row)
+    return rows

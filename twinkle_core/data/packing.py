@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from twinkle_core.data.dataset import Dataset, DatasetMeta, Row
+from twinkle_core.data.groups import is_group
 from twinkle_core.errors import DataError
 
 
@@ -33,6 +34,15 @@ def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int
     return sorted(sorted(b) for b in bins if b)
 
 
+def _length(index: int, row: Row, capacity: int) -> int:
+    if is_group(row):
+        raise DataError.packed_group(index)
+    length = len(row["input_ids"])
+    if length > capacity:
+        raise DataError.in_row("a pack", index, f"its {length} tokens are more than max_length={capacity}")
+    return length
+
+
 class PackingDataset(Dataset):
     """Encodes, and puts the rows into packs of at most ``max_length`` tokens, for ``InputProcessor(padding_free=True)``.
 
@@ -55,12 +65,12 @@ class PackingDataset(Dataset):
             raise DataError.argument("max_length", capacity, "a pack needs a length, and the template has none")
         before, dropped = self._parts, dict(self.dropped)
         super().encode(num_proc)
-        lengths = [len(row["input_ids"]) for row in super().__iter__()]
-        for index, length in enumerate(lengths):
-            if length > capacity:
-                self._replace(before, self._metas)
-                self._encoded, self.dropped = False, dropped
-                raise DataError.in_row("a pack", index, f"its {length} tokens are more than max_length={capacity}")
+        try:
+            lengths = [_length(index, row, capacity) for index, row in enumerate(super().__iter__())]
+        except DataError:
+            self._replace(before, self._metas)
+            self._encoded, self.dropped = False, dropped
+            raise
         self.packs = first_fit_decreasing(lengths, capacity)
         return self
 

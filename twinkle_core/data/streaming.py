@@ -10,7 +10,7 @@ from typing import Any
 from twinkle_core import registry
 from twinkle_core.contracts.template import Template
 from twinkle_core.data import sources
-from twinkle_core.data.dataset import Row, Work, as_list, filtering, in_row, mapping
+from twinkle_core.data.dataset import Row, Work, encoded_row, filtering, mapping
 from twinkle_core.data.sources import DatasetMeta
 from twinkle_core.errors import DataError
 from twinkle_core.log import get_logger
@@ -77,9 +77,9 @@ class IterableDataset:
             raise DataError.encoded("encode")
         if self.template is None:
             raise DataError.no_template()
-        encode: Callable[[Any], Any] = self.template.encode
+        template = self.template
         self._encoded = True
-        return self._then("encode", lambda row, index: as_list(in_row("encode", index, encode, row)), None)
+        return self._then("encode", lambda row, index: encoded_row(template, row, index), None)
 
     def _then(self, name: str, work: Work, meta: DatasetMeta | None) -> IterableDataset:
         chosen = [steps for m, steps in self._parts if meta is None or m is meta or m == meta]

@@ -178,6 +178,32 @@ class DataError(TwinkleError, ValueError):
         )
 
     @classmethod
+    def split_group(cls, role: str, count: int) -> DataError:
+        return cls(
+            f"its '{role}' would be cut into {count} rows, and the rows of a group (a pair, a triplet) stay together.\n"
+            f"    Use another truncation_strategy than 'split', such as 'delete', which drops the whole group."
+        )
+
+    @classmethod
+    def packed_group(cls, index: int) -> DataError:
+        return cls(f"row {index} is a group (a pair, a triplet), whose rows must not be packed with others; use Dataset.")
+
+    @classmethod
+    def no_texts(cls, template: str) -> DataError:
+        return cls(
+            f"{template} encodes conversations, not texts to be embedded (it has no encode_text).\n"
+            f"    Take the template 'chat', with use_chat_template=False."
+        )
+
+    @classmethod
+    def no_anchor(cls, has: Iterable[str]) -> DataError:
+        here = ", ".join(map(repr, has)) or "nothing"
+        return cls(
+            f"embeddings are trained on groups of 'anchor', 'positive' and 'negatives'; the rows have {here}.\n"
+            f"    Let a preprocessor make groups of them: preprocessor: triplet"
+        )
+
+    @classmethod
     def unsized(cls, what: str) -> DataError:
         return cls(f"{what} needs to know the data set's length, which a stream does not have; use Dataset or LazyDataset.")
 

@@ -20,6 +20,7 @@ from twinkle_core.contracts.adapters import BASE, AdapterStore
 from twinkle_core.errors import BadAdapter, CheckpointDamaged, CheckpointMismatch, DuplicateAdapter, UnknownAdapter
 from twinkle_core.log import get_logger
 from twinkle_core.names import closest
+from twinkle_core.patches.heads import VALUE_HEAD
 from twinkle_core.train.folder import STATE_FILE
 from twinkle_transformers import checkpoint
 from twinkle_transformers.precision import Precision, widen
@@ -187,9 +188,9 @@ class PeftAdapters(AdapterStore):
         self._rest()
 
     def _kept_wide(self) -> set[torch.nn.Parameter]:
-        """What the model's authors say must stay in fp32 (routers, gates of recurrent layers), whatever the others are in."""
+        """What the model's authors say must stay in fp32 (routers, gates of recurrent layers), and a value head."""
         lists = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
-        names = {name for each in lists for name in getattr(self.module, each, None) or ()}
+        names = {VALUE_HEAD, *(name for each in lists for name in getattr(self.module, each, None) or ())}
         return {p for key, p in plain_parameters(self.module).items() if any(f".{n}." in f".{key}." for n in names)}
 
     def _rest(self) -> None:

@@ -15,6 +15,7 @@ from peft.utils.constants import EMBEDDING_LAYER_NAMES, INCLUDE_LINEAR_LAYERS_SH
 
 from twinkle_core.errors import BadAdapter
 from twinkle_core.log import get_logger
+from twinkle_core.patches.heads import VALUE_HEAD
 from twinkle_transformers.tree import plain_modules
 
 #: Methods that need more than layers in the model, and what they need.
@@ -127,6 +128,11 @@ def check_config(name: str, config: Any, module: torch.nn.Module, others: Sequen
         )
     config = copy.deepcopy(config)
     _check_blockwise(name, config, module)
+    if hasattr(module, VALUE_HEAD) and VALUE_HEAD not in saved:  # each adapter trains a value head of its own
+        if not hasattr(config, "modules_to_save"):
+            why = "can't hold the value head that the model has; undo the patch 'value_head', or take LoRA"
+            raise BadAdapter(name, f"{type(config).__name__} {why}")
+        config.modules_to_save = saved = [*saved, VALUE_HEAD]
     if str(getattr(config.task_type, "value", config.task_type)) in ("SEQ_CLS", "TOKEN_CLS"):  # as peft: the head is trained
         ends = {key.rpartition(".")[2] for key, _ in module.named_modules()}
         config.modules_to_save = saved + [m for m in ("classifier", "score") if m in ends and m not in saved] or None

@@ -181,6 +181,22 @@ def facts(name: str, folder: Path) -> dict[str, str]:
     return found
 
 
+#: rows of the table whose tests are elsewhere: family -> its cells
+ELSEWHERE: dict[str, list[str]] = {}
+COLUMNS = (
+    *("family", "models", "class", "beside `model_id`", "template", "packing", "`all-linear` reaches", "experts"),
+    *("router's loss", "besides"),
+)
+
+
+def cells(name: str, found: dict[str, str]) -> list[str]:
+    """A row of the table."""
+    family = FAMILIES[name]
+    template = f"`{family.template}`" if family.template else "none"
+    middle = [found["class"], found["options"], template, found["packing"], found["targets"], found["experts"], found["router"]]
+    return [name, family.ids, *middle, family.note or "–"]
+
+
 def packing(m: TransformersModel) -> str:
     """Whether packed rows keep apart."""
     m.set_processor(InputProcessor(padding_free=True), adapter_name="")

@@ -1,8 +1,8 @@
 """A model that transformers does not have, as its repository brings it: the layout of InternLM2.5 in code of its own.
 
 ``tok_embeddings`` for the ids, ``output`` for the logits, ``attention.wqkv`` for queries, keys and values as one matrix: for
-each group of heads its queries, then the key, then the value. ``feed_forward`` is ``w2(silu(w1 x) * w3 x)``. Copied into a folder
-beside a config with an ``auto_map``, it is loaded with ``trust_remote_code=True``.
+each group of heads its queries, then the key, then the value. ``feed_forward`` is ``w2(silu(w1 x) * w3 x)``. Copied into a
+folder beside a config with an ``auto_map``, it is loaded with ``trust_remote_code=True``.
 """
 
 import torch
