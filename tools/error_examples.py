@@ -176,6 +176,8 @@ entry(
     e.DataError.packed_group(0),
     e.DataError.other_task("dpo", ["messages"], True),
     e.DataError.other_task("sft", ["negative", "positive"], False),
+    e.DataError.no_texts("AcmeTemplate"),
+    e.DataError.no_anchor(["query", "response"]),
     e.DataError.unsized("shuffle=True"),
     e.DataError.resized(18, 12),
     e.DataError.no_batches(3, "batch_size=8 and drop_last"),
@@ -235,6 +237,14 @@ entry(
     e.PatchOrder("FusedMLP", "FusedNorm"),
     why="What the patch changed has been changed again by another one, so what it found can't be put back yet.",
 )
+entry(
+    e.PatchRefused.of_model(
+        "ValueHeadPatch", "LlamaForCausalLM", "its adapter 'a' was made without a value head, and would not train it",
+        "Apply the patch before add_adapter_to_model",
+    ),
+    e.PatchRefused.argument("EmbeddingPatch", "pooling", "max", "one of 'last_token', 'mean', 'cls'"),
+    why="A patch looks at the model before it changes anything.",
+)  # fmt: skip
 
 # ---------------------------------------------------------------------------------------------------- training
 

@@ -1,5 +1,7 @@
 from typing import Any
 
 from twinkle_core.contracts.patch import Patch as Patch
+from twinkle_core.patches.embedding import EmbeddingPatch as EmbeddingPatch
+from twinkle_core.patches.value_head import ValueHeadPatch as ValueHeadPatch
 
 def __getattr__(name: str) -> Any: ...  # classes of other distributions

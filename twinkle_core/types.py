@@ -80,7 +80,7 @@ class ModelOutput(dict):  # type: ignore[type-arg]
     entropies     [B, T]      entropy (nats) of the next-token distribution; 0 where the label is -100
     predictions   [B, T]      argmax of the logits; -100 where the label is -100
     hidden        [B, T, D]   input of the output layer; ``output_layer`` is the module that makes logits of it
-    embeddings    [B, D]      pooled, normalised
+    embeddings    [B, D]      pooled, and normalised if the pooling head does
     values        [B, T]      of a value head; read it as ``outputs["values"]``: a dict has a method of that name
     aux_loss      scalar      a router's auxiliary loss
     loss          scalar      mean per item, detached

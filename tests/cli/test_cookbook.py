@@ -28,7 +28,7 @@ def _run(script: str, *words: object) -> str:
 
 
 def _weights(folder: Path) -> bytes:
-    return (folder / "adapter_model.safetensors").read_bytes()
+    return next(folder.glob("*model.safetensors")).read_bytes()
 
 
 @pytest.mark.parametrize("file", sorted(COOKBOOK.glob("*.py")), ids=lambda path: path.name)
@@ -129,3 +129,23 @@ def test_the_reward_of_grpo_rises_and_without_learning_does_not(sometimes_right,
         assert len(rewards) == 25
         gains[lr] = sum(rewards[-5:]) / 5 - sum(rewards[:3]) / 3
     assert gains["1e-3"] > 0.25 and abs(gains["0"]) < 0.15
+@pytest.mark.slow
+def test_embeddings_three_heights_give_the_same_weights_and_resuming_too(tiny, tmp_path, twinkle, lines):
+    how = ("--pooling", "last_token")
+    basic = _run("embedding_basic.py", "--model", tiny, *how, "--output", tmp_path / "basic")
+    loop = _run("embedding_loop.py", "--model", tiny, *how, "--output", tmp_path / "loop")
+    words = ("--model.id", tiny, "--patches.pooling", "last_token", "--output_dir", tmp_path / "yaml")
+    status, text = twinkle("train", COOKBOOK / "embedding.yaml", *words)
+    assert status == 0, text
+    middle = tmp_path / "loop/epoch-2"
+    resumed = _run("embedding_loop.py", "--model", middle, *how, "--output", tmp_path / "r", "--resume", middle)
+    losses = [line.split("loss")[1].split()[0] for line in basic.splitlines() if line.startswith("epoch")]
+    assert losses == [line.split("loss")[1].split()[0] for line in loop.splitlines() if line.startswith("epoch")]
+    assert len(losses) == 3 and losses[2] < losses[0]
+    assert "found: " in loop and "epoch 3" in resumed and "epoch 2" not in resumed
+    same = {_weights(tmp_path / name) for name in ("basic/last", "loop/last", "yaml/checkpoint-39", "r/last")}
+    assert len(same) == 1
+    evaluated = [row["eval_recall_at_1"] for row in lines(tmp_path / "yaml/metrics.jsonl") if "eval_recall_at_1" in row]
+    told = [line for line in loop.splitlines() if line.startswith("evaluation:")]
+    assert len(evaluated) == len(told) == 3
+    assert all(f"'recall_at_1': {value}" in line for value, line in zip(evaluated, told, strict=True))

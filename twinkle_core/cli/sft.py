@@ -310,6 +310,8 @@ def _untrained(plan: sft_plan.Plan, model_id: str) -> TwinkleModel:
     config, section = plan.config, plan.config.model
     given = {"model_id": model_id, **sft_plan.own_arguments(section), **section.arguments}
     model: TwinkleModel = registry.build("model", section.cls, given, contract=TwinkleModel)
+    for patch in config.patches:
+        model.apply_patch(patch.cls, **patch.arguments)
     if config.adapter is not None:
         size = config.training.gradient_accumulation_steps
         model.add_adapter_to_model(config.adapter.name, _adapter_config(plan), gradient_accumulation_steps=size)

@@ -14,12 +14,16 @@ from typing import Any
 from twinkle_core import arguments, errors, hub, registry
 from twinkle_core.cli import checkpoints, quickstart_model
 from twinkle_core.cli.plans import base as plans
+from twinkle_core.cli.plans import embedding
 from twinkle_core.config.schema import AdapterConfig, Component, DatasetConfig, ModelConfig, TemplateConfig, TrainConfig
 from twinkle_core.config.source import Place, Source
 from twinkle_core.isolation import Attempt, attempt
 
 #: Data sets that come with twinkle.
-BUNDLED = {"bundled://self-cognition": quickstart_model.bundled_set}
+BUNDLED = {
+    "bundled://self-cognition": quickstart_model.bundled_set,
+    "bundled://exclusions": embedding.bundled_set,
+}
 
 Fault = tuple[str, str]
 
@@ -85,6 +89,7 @@ def _components(config: TrainConfig, source: Source, classes: dict[str, Any]) ->
         ("scheduler", ("scheduler",), config.scheduler),
         ("processor", ("processor",), config.processor),
         *(("metric", ("metrics", i), metric) for i, metric in enumerate(config.metrics)),
+        *(("patch", ("patches", i), patch) for i, patch in enumerate(config.patches)),
         *(
             ("preprocessor", (section, i, "preprocessor"), part.preprocessor)
             for section, sets in (("dataset", config.dataset), ("eval_dataset", config.eval_dataset))

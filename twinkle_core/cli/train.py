@@ -12,9 +12,10 @@ _TEXT = """\
 Training from one YAML file. All its faults are told at once, with their lines, before anything is loaded.
 
 Task
-  task: sft  conversations, of which the assistant's turns are trained (the default)
-  task: pt   plain text, all of it trained, packed to template.max_length without padding
-  task: dpo  pairs of a preferred and a refused answer; loss: simpo, cpo or orpo do without a reference
+  task: sft        conversations, of which the assistant's turns are trained (the default)
+  task: pt         plain text, all of it trained, packed to template.max_length without padding
+  task: dpo        pairs of a preferred and a refused answer; loss: simpo, cpo or orpo do without a reference
+  task: embedding  groups of a text, one that belongs to it and some that do not, which preprocessor: triplet makes of rows
 
 Override
   Every key can be set beside the file: --key value or --key=value, with dots for sections and numbers for items of lists:

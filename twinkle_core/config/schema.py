@@ -86,10 +86,12 @@ class TemplateConfig(_Strict):
 
 
 class DatasetConfig(_Strict):
-    """One set of conversations (dpo: of pairs of them; pt: of texts)."""
+    """One set of conversations (dpo: of pairs of them; pt, embedding: of texts)."""
 
     id: str = Field(
-        min_length=1, description="ms://…, hf://…, a file or folder (json, jsonl, csv, parquet), or bundled://self-cognition"
+        min_length=1,
+        description="ms://…, hf://…, a file or folder (json, jsonl, csv, parquet), bundled://self-cognition, or for the "
+        "task embedding bundled://exclusions",
     )
     subset: str = Field("default", description="the configuration of a data set that has several")
     split: str = Field("train", description="which part of it: train, validation, test, ...")
@@ -99,7 +101,7 @@ class DatasetConfig(_Strict):
     preprocessor: Named | None = Field(
         None,
         description="a name of kind 'preprocessor'; none: rows hold 'messages' already (dpo: 'positive' and 'negative'; pt: "
-        "'text')",
+        "'text'; embedding: 'anchor', 'positive', 'negatives')",
     )
 
 
@@ -142,8 +144,10 @@ def _default_metrics() -> list[Component]:
 class TrainConfig(_Strict):
     """A run of ``twinkle train``."""
 
-    task: Literal["sft", "pt", "dpo"] = Field(
-        "sft", description="sft: fine-tuning on conversations; pt: pretraining on plain text; dpo: training on pairs of answers"
+    task: Literal["sft", "pt", "dpo", "embedding"] = Field(
+        "sft",
+        description="sft: fine-tuning on conversations; pt: pretraining on plain text; dpo: training on pairs of answers; "
+        "embedding: contrastive training on groups of texts",
     )
     model: ModelConfig = Field(description="which model, and in which precision")
     adapter: AdapterConfig | None = Field(default_factory=AdapterConfig, description="a LoRA; null trains all weights")
@@ -159,6 +163,11 @@ class TrainConfig(_Strict):
         default_factory=list, description="what is evaluated on: one set, or a list of them; none: no evaluation"
     )
     dataloader: DataloaderConfig = Field(default_factory=DataloaderConfig, description="how rows are drawn")
+    patches: Annotated[list[Named], BeforeValidator(_listed)] = Field(
+        default_factory=list,
+        description="what the model is given before its adapter: names of kind 'patch'; embedding: a pooling head "
+        "({cls: embedding, pooling: last_token})",
+    )
     processor: Named | None = Field(None, description="padding or packing: a name of kind 'processor'")
     loss: Named = Field(
         default_factory=lambda: Component(cls="cross_entropy"), description="what is made small: a name of kind 'loss'"

@@ -93,6 +93,7 @@ from twinkle_core.errors.templates import BadRow as BadRow
 from twinkle_core.errors.templates import NoChatTemplate as NoChatTemplate
 from twinkle_core.errors.templates import NoLabels as NoLabels
 from twinkle_core.errors.templates import PatchOrder as PatchOrder
+from twinkle_core.errors.templates import PatchRefused as PatchRefused
 from twinkle_core.errors.templates import RowTooLong as RowTooLong
 from twinkle_core.errors.templates import TemplateError as TemplateError
 from twinkle_core.errors.training import BadArgument as BadArgument

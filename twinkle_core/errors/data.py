@@ -199,6 +199,21 @@ class DataError(TwinkleError, ValueError):
         )
 
     @classmethod
+    def no_texts(cls, template: str) -> DataError:
+        return cls(
+            f"{template} encodes conversations, not texts to be embedded (it has no encode_text).\n"
+            f"    Take the template 'chat', with use_chat_template=False."
+        )
+
+    @classmethod
+    def no_anchor(cls, has: Iterable[str]) -> DataError:
+        here = ", ".join(map(repr, has)) or "nothing"
+        return cls(
+            f"embeddings are trained on groups of 'anchor', 'positive' and 'negatives'; the rows have {here}.\n"
+            f"    Let a preprocessor make groups of them: preprocessor: triplet"
+        )
+
+    @classmethod
     def unsized(cls, what: str) -> DataError:
         return cls(f"{what} needs to know the data set's length, which a stream does not have; use Dataset or LazyDataset.")
 

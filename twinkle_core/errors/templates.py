@@ -176,3 +176,15 @@ class PatchOrder(TwinkleError, RuntimeError):
 
     def __init__(self, patch: str, later: str) -> None:
         super().__init__(f"{patch} can't be undone: {later} stands on it.\n    Undo the later one first. Nothing was changed.")
+
+
+class PatchRefused(TwinkleError, ValueError):
+    """A patch that a model can't be given, or an argument of one. Nothing was changed."""
+
+    @classmethod
+    def of_model(cls, patch: str, model: str, why: str, way: str) -> PatchRefused:
+        return cls(f"{patch} can't be applied to {model}: {why}.\n    {way}.")
+
+    @classmethod
+    def argument(cls, patch: str, name: str, value: object, way: str) -> PatchRefused:
+        return cls(f"{patch}({name}={value!r}): it must be {way}.")

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 
 from twinkle_core import hub
 from twinkle_core.contracts.template import Template
-from twinkle_core.errors import HoldsAdapter, NeedsLibrary, TemplateError
+from twinkle_core.errors import HoldsAdapter, NeedsLibrary, RowTooLong, TemplateError
 from twinkle_core.templates import truncate
 from twinkle_core.templates.labels import Span
 from twinkle_core.types import IGNORE_INDEX, InputFeature, Trajectory
@@ -98,6 +98,41 @@ class TextTemplate(Template):
         row = truncate.prompt_row(ids, self.max_length, self.truncation_strategy)
         self.dropped += row is None
         return row
+
+    def encode_text(self, text: str) -> InputFeature | None:
+        """One text as an encoder reads it: with the tokenizer's own special tokens, and nothing of a chat or of labels.
+
+        Args:
+            text: a longer one is cut at its end (``right``) or its beginning (``left``); special tokens around it stay.
+
+        Returns:
+            ``input_ids`` and ``length``; None where ``delete`` drops it.
+
+        Raises:
+            TemplateError: no text, or of no token. RowTooLong: strategies ``raise`` and ``split``.
+        """
+        if not isinstance(text, str):
+            raise TemplateError.argument("text", text, "what is embedded is a text")
+        ids: list[int] = self.tokenizer(text, verbose=False)["input_ids"]
+        if not ids:
+            raise TemplateError.argument("text", text, "it has no token")
+        if len(ids) > self.max_length:
+            if self.truncation_strategy == "delete":
+                self.dropped += 1
+                return None
+            if self.truncation_strategy not in ("left", "right"):
+                raise RowTooLong(len(ids), self.max_length, self.truncation_strategy)
+            ids = self._cut(text)
+        return {"input_ids": ids, "length": len(ids)}
+
+    def _cut(self, text: str) -> list[int]:
+        """The tokenizer knows which of its special tokens go where, so it cuts."""
+        side, self.tokenizer.truncation_side = self.tokenizer.truncation_side, self.truncation_strategy
+        try:
+            ids: list[int] = self.tokenizer(text, truncation=True, max_length=self.max_length)["input_ids"]
+        finally:
+            self.tokenizer.truncation_side = side
+        return ids
 
     def check(self, trajectory: Trajectory) -> str | None:
         dropped = self.dropped

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 
 from twinkle_core.contracts.engine import Batch, LossFn
+from twinkle_core.errors import NotComputed
 from twinkle_core.ops.from_hidden import from_hidden
+from twinkle_core.patches.heads import NO_POOLING, pooling_of, values_of
 from twinkle_core.train.loop_engine import LoopEngine, evaluating
 from twinkle_core.train.single import SingleAdapter
 from twinkle_core.train.verbs import SessionModel
@@ -20,7 +22,12 @@ def compute(module: Any, inputs: InputFeature, needs: frozenset[str], temperatur
     hidden = module(inputs)
     output = from_hidden(hidden, module.output_layer, inputs, needs, temperature)
     if "values" in needs:
-        output["values"] = module.value_head(hidden).squeeze(-1)
+        output["values"] = values_of(module, hidden)
+    if "embeddings" in needs:
+        head = pooling_of(module)
+        if head is None:
+            raise NotComputed(type(module).__name__, "embeddings", NO_POOLING)
+        output.embeddings = head(hidden, inputs)
     return output
 
 

@@ -45,7 +45,8 @@ class ForwardVerbs(Sessions):
             inputs: encoded rows, one collated batch, or conversations.
             return_logits: whether the ``[B, T, V]`` logits are wanted; without them long rows cost far less memory.
             temperature: logits are divided by it before logps and entropies are taken.
-            task: what the model is asked for (``causal_lm``, ``embedding``, …), as far as the backend knows it.
+            task: what the model is asked for (``causal_lm``, ``embedding``, …), as far as the backend knows it. A loss or
+                metric that needs embeddings implies ``embedding``, which gives ``embeddings`` ``[B, D]`` and no logits.
 
         Raises:
             Unsupported: the backend cannot split a step. EmptyBatch, NoTemplate, BadInputs, BadArgument.
@@ -56,9 +57,11 @@ class ForwardVerbs(Sessions):
         loss = self._loss(session)
         rows = self._encode(session, inputs)
         labelled = losses.has_labels(rows)
+        asked, metrics = losses.of_task(loss, task), session.metrics[True]
         aux = self.engine.aux_loss_coef != 0
-        needs = losses.engine_needs(loss, session.metrics[True], logits=return_logits, labelled=labelled, aux=aux)
-        (batch,) = self.engine.prepare(self._resolved(session), rows)
+        needs = losses.engine_needs(asked, metrics, task=task, logits=return_logits, labelled=labelled, aux=aux)
+        task = losses.task_of(task, needs)
+        (batch,) = self.engine.prepare(self._resolved(session, grouped=labelled or task != losses.EMBEDDING), rows)
         with self.adapters.activate(session.name):
             output = self.engine.forward(batch, needs, train=True, temperature=temperature, task=task)
         session.pending.pop(False, None)  # calculate_loss means the last forward there is
@@ -104,9 +107,13 @@ class ForwardVerbs(Sessions):
             losses.check_labels(loss, rows)
         labelled = losses.has_labels(rows)
         metrics = [] if disable_lora else [m for m in session.metrics[False] if labelled or not m.needs]
-        needs = losses.engine_needs(loss, metrics, logits=return_logits, labelled=labelled)
-        batches = self.engine.prepare(self._resolved(session), rows, micro_batch_size=micro_batch_size, loss_args=loss_args)
-        wants_loss = any("loss" in m.needs for m in metrics) and (bool(loss_args) or losses.complete_without_args(loss))
+        asked = losses.of_task(loss, task)
+        needs = losses.engine_needs(asked, metrics, task=task, logits=return_logits, labelled=labelled)
+        task = losses.task_of(task, needs)
+        view = self._resolved(session, grouped=labelled or task != losses.EMBEDDING)
+        batches = self.engine.prepare(view, rows, micro_batch_size=micro_batch_size, loss_args=loss_args)
+        whole = asked is not None and (bool(loss_args) or losses.complete_without_args(loss))
+        wants_loss = whole and any("loss" in m.needs for m in metrics)
         active = BASE if disable_lora else session.name
         parts: list[tuple[Mapping[str, Any], ModelOutput]] = []
         pending: list[Pending] = []
@@ -224,7 +231,8 @@ class ForwardVerbs(Sessions):
         batches = self.engine.prepare(self._resolved(session), rows, micro_batch_size=micro_batch_size, loss_args=loss_args)
         session.window.resize(gradient_accumulation_steps)
         coefficient, ranks = self.engine.aux_loss_coef, self.engine.ranks()
-        needs = losses.engine_needs(loss, session.metrics[True], aux=coefficient != 0)
+        needs = losses.engine_needs(loss, session.metrics[True], task=task, aux=coefficient != 0)
+        task = losses.task_of(task, needs)
         sums: list[LossOutput] = []
         at_once, later = _by_size(session.metrics[True])
         measured: list[tuple[Batch, ModelOutput, LossOutput]] = []

@@ -35,6 +35,8 @@ OF_CORE = frozenset({"loss", "num_items", "loss_metrics", "labels"})
 NEEDED = frozenset(ModelOutput.KEYS) - OF_CORE - {"output_layer"}
 #: what ``needs`` may name: outputs, and what comes with them
 READABLE = NEEDED | {"labels", "output_layer"}
+#: tasks: what a model is asked for when nothing else is said, and what ``embeddings`` imply
+CAUSAL_LM, EMBEDDING = "causal_lm", "embedding"
 #: the needs of a function that declares none
 BY_DEFAULT = frozenset({"logits"})
 
@@ -132,19 +134,37 @@ def complete_without_args(loss: Loss) -> bool:
 
 
 def engine_needs(
-    loss: Loss, metrics: Iterable[Metric], *, logits: bool = False, labelled: bool = True, aux: bool = False
+    loss: Loss | None,
+    metrics: Iterable[Metric],
+    *,
+    task: str = CAUSAL_LM,
+    logits: bool = False,
+    labelled: bool = True,
+    aux: bool = False,
 ) -> frozenset[str]:
     """The union of what loss and metrics read, and nothing else; without labels, nothing that is computed from them.
 
-    Args:
-        aux: a router's auxiliary loss is added.
+    The task ``embedding`` gives embeddings in place of logits, for which its models may have no layer. ``aux``: a router's
+    auxiliary loss is added, where there are logits.
     """
-    needs = set(loss.needs) | ({"aux_loss"} if aux else set())
+    needs = set(loss.needs if loss is not None else ())
     for metric in metrics:
         needs |= metric.needs
-    if logits:
-        needs.add("logits")
+    if EMBEDDING in (task, task_of(task, needs)):
+        needs.add("embeddings")
+    else:
+        needs |= ({"logits"} if logits else set()) | ({"aux_loss"} if aux else set())
     return frozenset(needs - OF_CORE) - (frozenset() if labelled else FROM_LABELS)
+
+
+def task_of(task: str, needs: Iterable[str]) -> str:
+    """The task that needs imply where no other was said."""
+    return EMBEDDING if task == CAUSAL_LM and "embeddings" in needs else task
+
+
+def of_task(loss: Loss, task: str) -> Loss | None:
+    """The loss, if a forward of this task has anything to do with it: one on logits has nothing to say of embeddings."""
+    return loss if task != EMBEDDING or "embeddings" in loss.needs else None
 
 
 def check_labels(loss: Loss, rows: Any) -> None:
@@ -203,7 +223,8 @@ def call(
     if train and not result.sum.requires_grad:
         raise BadLossResult(name_of(loss), "LossOutput whose sum has no graph, so there is nothing to go back through")
     result = LossOutput(result.sum, _checked_weight(name_of(loss), result.weight), result.metrics)
-    return _with_aux(result, output["aux_loss"], aux_coef) if aux_coef and "aux_loss" not in loss.needs else result
+    added = aux_coef and "aux_loss" in output and "aux_loss" not in loss.needs
+    return _with_aux(result, output["aux_loss"], aux_coef) if added else result
 
 
 def _with_aux(loss: LossOutput, aux: torch.Tensor, coefficient: float) -> LossOutput:

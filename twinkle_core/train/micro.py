@@ -74,9 +74,10 @@ def _cut_packed(batch: Mapping[str, Any], rows: range) -> InputFeature:
             continue
         if isinstance(value, torch.Tensor) and value.dim() > 0:
             axis = next((i for i, size in enumerate(value.shape) if size == total and i > 0), None)
-            if axis is None:
+            if axis is None and value.shape[0] != len(lengths):
                 raise BadInputs(f"field '{key}' {list(value.shape)} of a packed batch can't be cut; give rows instead")
-            value = value.narrow(axis, start, stop - start)
+            place = (axis, start, stop - start) if axis is not None else (0, rows.start, len(rows))
+            value = value.narrow(*place)  # one value a token, or one a row
         part[key] = value
     return part  # type: ignore[return-value]
 

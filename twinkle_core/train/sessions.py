@@ -114,14 +114,19 @@ class Sessions:
         """The parameters that a session trains, by name: also one that was frozen after its optimizer was set."""
         return {**session.named, **self.adapters.parameters(session.name)}
 
-    def _resolved(self, session: Session) -> Session:
-        """What an engine's ``prepare`` sees: a view of the session in which nothing falls back any more."""
+    def _resolved(self, session: Session, grouped: bool = True) -> Session:
+        """What an engine's ``prepare`` sees: a view of the session in which nothing falls back any more.
+
+        Args:
+            grouped: False: no loss says which rows belong together (texts to be embedded have no labels to tell).
+        """
         processor = self._or_base(session, "processor")
         if processor is None:
             from twinkle_core.processors.input import InputProcessor
 
             processor = self.sessions[BASE].processor = InputProcessor()
-        return Session(session.name, self._loss(session), self._or_base(session, "template"), processor, session.optimizer)
+        loss = self._loss(session) if grouped else None
+        return Session(session.name, loss, self._or_base(session, "template"), processor, session.optimizer)
 
     def _encode(self, session: Session, inputs: Any, loss_args: Mapping[str, Any] | None = None, **how: Any) -> Rows:
         """Inputs as encoded rows or a collated batch; raw trajectories go through the session's template.

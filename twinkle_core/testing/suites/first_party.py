@@ -28,10 +28,13 @@ from twinkle_core.metrics.embedding import EmbeddingMetric
 from twinkle_core.metrics.grpo import GRPOMetric
 from twinkle_core.metrics.throughput import ThroughputMetric
 from twinkle_core.metrics.train import TrainMetric
+from twinkle_core.patches.embedding import EmbeddingPatch
+from twinkle_core.patches.value_head import ValueHeadPatch
 from twinkle_core.processors.input import InputProcessor
 from twinkle_core.testing.suites.loss import LossSuite
 from twinkle_core.testing.suites.metric import MetricSuite
 from twinkle_core.testing.suites.outputs import outputs_of, tiny_lm
+from twinkle_core.testing.suites.patch import PatchSuite, TinyModel
 from twinkle_core.testing.suites.processor import ProcessorSuite
 from twinkle_core.testing.suites.simple import SchedulerSuite
 from twinkle_core.testing.toys import contrast_rows, logps_like, random_rows
@@ -274,3 +277,23 @@ class GKDSuite(LossSuite):
         """Logits of a teacher, one list a row."""
         generator = torch.Generator().manual_seed(3)
         return {"teacher_logits": [torch.randn(len(r["input_ids"]), 11, generator=generator).tolist() for r in rows]}
+
+
+class EmbeddingPatchSuite(PatchSuite):
+    """A pooling head changes nothing that is computed without it."""
+
+    component = EmbeddingPatch
+
+
+class ValueHeadPatchSuite(PatchSuite):
+    """On a model that has none."""
+
+    component = ValueHeadPatch
+    arguments = {"hidden_size": 8}
+
+    @pytest.fixture
+    def model(self) -> Any:
+        """The suite's tiny model, without the value head that it brings."""
+        model = TinyModel()
+        del model.module.value_head
+        return model

@@ -13,16 +13,18 @@ import torch
 from peft import PeftConfig, PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
+from peft.utils.constants import INCLUDE_LINEAR_LAYERS_SHORTHAND
 
 from twinkle_core import hub
 from twinkle_core.contracts.adapters import BASE, AdapterStore
 from twinkle_core.errors import BadAdapter, CheckpointDamaged, CheckpointMismatch, DuplicateAdapter, UnknownAdapter
 from twinkle_core.log import get_logger
 from twinkle_core.names import closest
+from twinkle_core.patches.heads import VALUE_HEAD
 from twinkle_core.train.folder import STATE_FILE
 from twinkle_transformers import checkpoint
 from twinkle_transformers.precision import Precision, widen
-from twinkle_transformers.rules import check_config, check_name
+from twinkle_transformers.rules import check_config, check_name, tell_left_out
 from twinkle_transformers.tree import Reads, peft_layers, plain_parameters, plain_state, skeleton, unwrap
 
 #: What peft raises for a config that it can't inject.
@@ -96,6 +98,7 @@ class PeftAdapters(AdapterStore):
             config, state = checkpoint.adapter_config(name, folder), checkpoint.read_adapter(folder)
         config = check_config(name, config, self.module, [self.config(n) for n in self.names()])
         inner = f"twinkle{self._count}"
+        everything = str(getattr(config, "target_modules", None)).lower() == INCLUDE_LINEAR_LAYERS_SHORTHAND
         expected, read = self._rehearse(name, inner, config)
         if state is not None:
             checkpoint.check_keys(expected, state, f"adapter '{name}'")
@@ -112,6 +115,8 @@ class PeftAdapters(AdapterStore):
         except BaseException:  # what no rehearsal shows, such as a device that is full
             self._withdraw(name, inner)
             raise
+        if everything:
+            tell_left_out(name, self.module)
         return name
 
     def _rehearse(
@@ -183,9 +188,9 @@ class PeftAdapters(AdapterStore):
         self._rest()
 
     def _kept_wide(self) -> set[torch.nn.Parameter]:
-        """What the model's authors say must stay in fp32 (routers, gates of recurrent layers), whatever the others are in."""
+        """What the model's authors say must stay in fp32 (routers, gates of recurrent layers), and a value head."""
         lists = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
-        names = {name for each in lists for name in getattr(self.module, each, None) or ()}
+        names = {VALUE_HEAD, *(name for each in lists for name in getattr(self.module, each, None) or ())}
         return {p for key, p in plain_parameters(self.module).items() if any(f".{n}." in f".{key}." for n in names)}
 
     def _rest(self) -> None:

@@ -16,6 +16,7 @@ from twinkle_core.errors import NotComputed, UnknownOption
 from twinkle_core.mesh import DeviceMesh
 from twinkle_core.names import closest
 from twinkle_core.ops.token_logps import Tempered, logps_from_logits, token_logps
+from twinkle_core.patches.heads import NO_POOLING, NO_VALUE_HEAD, VALUE_HEAD, pooling_of, values_of
 from twinkle_core.train.loop_engine import LoopEngine, evaluating
 from twinkle_core.train.session import Session
 from twinkle_core.types import InputFeature, ModelOutput
@@ -23,7 +24,7 @@ from twinkle_transformers.attention import by_row
 from twinkle_transformers.generate import check_options, complete
 from twinkle_transformers.inputs import Fitted, fit, packs
 from twinkle_transformers.precision import NARROW, Precision
-from twinkle_transformers.probes import check_isolation, output_layer_of
+from twinkle_transformers.probes import body_of, check_isolation, counts_from_zero, output_layer_of
 from twinkle_transformers.tree import text_config
 
 #: what is computed from labels, token by token
@@ -55,6 +56,17 @@ def _is_plain(mask: Any, positions: Any) -> bool:
     if mask is None or mask.dim() != 2 or mask.device.type != "cpu" or not bool(mask.all()):
         return False
     return positions is None or torch.equal(positions, torch.arange(mask.shape[1]).expand_as(positions))
+
+
+@contextlib.contextmanager
+def results_of(module: torch.nn.Module) -> Iterator[list[Any]]:
+    """What a module gives inside, call by call."""
+    seen: list[Any] = []
+    handle = module.register_forward_hook(lambda _, __, result: seen.append(result))
+    try:
+        yield seen
+    finally:
+        handle.remove()
 
 
 def _wanted(needs: frozenset[str]) -> dict[str, bool]:
@@ -101,6 +113,7 @@ class TransformersEngine(LoopEngine):
         self._caches = "use_cache" in inspect.signature(module.forward).parameters
         self._roads: dict[tuple[Any, ...], Any] = {}
         self._isolated: set[Any] = set()
+        self._from_zero: bool | None = None  # whether its positions count so; asked once
         self._own = list(module.parameters())  # the model's, without those of adapters, which are fp32 from the beginning
 
     # ------------------------------------------------------------------------------------------------ forward
@@ -142,6 +155,9 @@ class TransformersEngine(LoopEngine):
         ``logits``, and what the ``output_layer`` that goes with ``hidden`` makes, are divided by ``temperature`` too: a loss
         on either sees the same distribution as one on logps.
 
+        ``embeddings`` come from the pooling head and ``values`` from the value head that patches put on the model, both of the
+        last hidden state; where nothing else is wanted, the output layer does not run.
+
         Raises:
             UnknownOption: the task. NotComputed, BadLabels.
         """
@@ -154,7 +170,10 @@ class TransformersEngine(LoopEngine):
         mode = training(self.module) if train else evaluating(self.module)
         rows = by_row(self.module, batch.inputs.get("seq_lens"))
         with mode, self.precision.autocast(self.device), rows:
-            layer = self._output_layer(inputs) if self._wants_hidden(needs, task) else None
+            heads = self._heads(needs)
+            if heads and heads == needs:
+                return self._by_heads(self._states(body_of(self.module)(**inputs)), batch.inputs, heads)
+            layer = self._output_layer(inputs) if self._wants_hidden(needs - heads, task) else None
             if layer is None:
                 return self._by_logits(batch.inputs, inputs, needs, temperature)
             return self._by_hidden(batch.inputs, inputs, needs, temperature, layer)
@@ -172,19 +191,29 @@ class TransformersEngine(LoopEngine):
         return float(getattr(text, "router_aux_loss_coef", None) or 0.0) if on else 0.0
 
     def _wants_hidden(self, needs: frozenset[str], task: str) -> bool:
-        beyond = {"values", "embeddings"} | (set() if "logits_to_keep" in self._takes else {"aux_loss"})
-        return task == "causal_lm" and not needs & beyond and bool(needs & (TOKEN_NEEDS | {"hidden"}))
+        beyond = {"values"} | (set() if "logits_to_keep" in self._takes else {"aux_loss"})
+        tokens = task in ("causal_lm", "embedding") and bool(needs & (TOKEN_NEEDS | {"hidden"}))
+        return tokens and not needs & beyond
+
+    def _heads(self, needs: frozenset[str]) -> frozenset[str]:
+        """What of ``needs`` comes from heads on the hidden states."""
+        if "embeddings" in needs and pooling_of(self.module) is None:
+            raise NotComputed(self._name(), "embeddings", NO_POOLING)
+        return needs & ({"embeddings", "values"} if hasattr(self.module, VALUE_HEAD) else {"embeddings"})
 
     def _inputs(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """What the model's forward takes of a batch.
 
         Without padding there is nothing to mask, and positions are what the model counts by itself; leaving both out selects
-        the plain causal kernels. A packed batch has no mask and keeps its positions: they mark where rows begin.
+        the plain causal kernels. A packed batch has no mask and keeps its positions: they mark where rows begin. Models that
+        count otherwise than from 0 (RoBERTa's) find padding by its token and count by themselves.
         """
         inputs = {k: v for k, v in batch.items() if k in self._takes and v is not None}
         if _is_plain(inputs.get("attention_mask"), inputs.get("position_ids")):
             del inputs["attention_mask"]
             inputs.pop("position_ids", None)
+        elif not packs(batch) and getattr(inputs.get("position_ids"), "ndim", 0) == 2 and not self._counts_from_zero():
+            del inputs["position_ids"]
         if self._caches:
             inputs["use_cache"] = False
         return inputs
@@ -195,12 +224,13 @@ class TransformersEngine(LoopEngine):
         """The whole model. Memory: ``[B, T, V]``."""
         if "hidden" in needs:
             raise NotComputed(self._name(), "hidden", "its logits are not its output layer's output alone; use a loss on logps")
-        if "embeddings" in needs:
-            raise NotComputed(self._name(), "embeddings", "it has no pooling head; apply the patch 'embedding' first")
         extra = {"output_router_logits": True} if "aux_loss" in needs and "output_router_logits" in self._takes else {}
-        result = self.module(**inputs, **extra)
+        with results_of(body_of(self.module)) as seen:
+            result = self.module(**inputs, **extra)
         logits: Any = getattr(result, "logits", None)
-        output = ModelOutput()
+        heads = self._heads(needs)
+        output = self._by_heads(self._states(seen[-1] if seen else None), batch, heads) if heads else ModelOutput()
+        needs -= heads
         if "aux_loss" in needs:
             output["aux_loss"] = self._aux_of(result)
         if logits is None and needs & (TOKEN_NEEDS | {"logits", "values"}):
@@ -215,7 +245,7 @@ class TransformersEngine(LoopEngine):
             output.update(_named(needs, logps_from_logits(logits, batch["labels"], **_wanted(needs), temperature=temperature)))
         if "values" in needs:
             if logits.shape[-1] != 1:
-                raise NotComputed(self._name(), "values", "it has no value head, nor logits of one column (a regression head)")
+                raise NotComputed(self._name(), "values", f"{NO_VALUE_HEAD}; nor logits of one column (a regression head)")
             output["values"] = logits.squeeze(-1)
         return output
 
@@ -229,11 +259,14 @@ class TransformersEngine(LoopEngine):
         self, batch: InputFeature, inputs: Mapping[str, Any], needs: frozenset[str], temperature: float, layer: Any
     ) -> ModelOutput:
         """The body of the model, and its output layer only where there are labels, unless whole logits were asked for."""
-        output = ModelOutput()
+        aux = None
         if "aux_loss" in needs:
-            hidden, output["aux_loss"] = self._hidden_and_aux(inputs)
+            hidden, aux = self._hidden_and_aux(inputs)
         else:
-            hidden = self.module.base_model(**inputs).last_hidden_state
+            hidden = self._states(body_of(self.module)(**inputs))
+        output = self._by_heads(hidden, batch, self._heads(needs))
+        if aux is not None:
+            output["aux_loss"] = aux
         shown = layer if temperature == 1.0 else Tempered(layer, temperature)
         if "logits" in needs:
             output["logits"] = shown(hidden)
@@ -245,13 +278,27 @@ class TransformersEngine(LoopEngine):
 
     def _hidden_and_aux(self, inputs: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
         """The last hidden states, and the auxiliary loss, which only the whole model makes: with one column of logits."""
-        kept: list[torch.Tensor] = []
-        handle = self.module.base_model.register_forward_hook(lambda *call: kept.append(call[2].last_hidden_state))
-        try:
+        with results_of(body_of(self.module)) as seen:
             result = self.module(**inputs, output_router_logits=True, logits_to_keep=1)
-        finally:
-            handle.remove()
-        return kept[-1], self._aux_of(result)
+        return self._states(seen[-1]), self._aux_of(result)
+
+    def _by_heads(self, hidden: torch.Tensor, batch: InputFeature, heads: frozenset[str]) -> ModelOutput:
+        """``embeddings`` ``[B, D]`` and ``values`` ``[B, T]``, as far as they are asked for."""
+        output = ModelOutput()
+        if "embeddings" in heads and (pooling := pooling_of(self.module)) is not None:
+            output["embeddings"] = pooling(hidden, batch)
+        if "values" in heads:
+            output["values"] = values_of(self.module, hidden)
+        return output
+
+    def _states(self, result: Any) -> torch.Tensor:
+        """The last hidden states of what the model's body gave."""
+        hidden: torch.Tensor | None = getattr(result, "last_hidden_state", None)
+        if hidden is None:
+            raise NotComputed(
+                self._name(), "hidden states", f"its body gives {type(result).__name__}, without last_hidden_state"
+            )
+        return hidden
 
     # ------------------------------------------------------------------------------------------------ what the model is like
 
@@ -266,6 +313,11 @@ class TransformersEngine(LoopEngine):
         if key not in self._roads:
             self._roads[key] = output_layer_of(self.module, inputs)
         return layer if self._roads[key] else None
+
+    def _counts_from_zero(self) -> bool:
+        if self._from_zero is None:
+            self._from_zero = counts_from_zero(self.module, self.precision, self.device)
+        return self._from_zero
 
     def _check_isolation(self) -> None:
         key = getattr(getattr(self.module, "config", None), "_attn_implementation", None)

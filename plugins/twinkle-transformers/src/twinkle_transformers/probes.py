@@ -27,6 +27,35 @@ def _differs(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> float:
     return gap if gap > _ROUNDING.get(dtype, 1e-4) or gap != gap else 0.0
 
 
+def body_of(module: Any) -> Any:
+    """The model without its output layer; itself, where it has none (``AutoModel``)."""
+    return getattr(module, "base_model", module)
+
+
+def outputs_of(result: Any) -> Any:
+    """What a model says of each token: logits, or the last hidden states of one without an output layer; else None."""
+    logits = getattr(result, "logits", None)
+    return logits if logits is not None else getattr(result, "last_hidden_state", None)
+
+
+def counts_from_zero(module: Any, precision: Precision, device: torch.device) -> bool:
+    """Whether a model that is given no positions numbers a row's tokens 0, 1, 2, ..., as processors do.
+
+    RoBERTa and its kin begin after the padding token's number, so positions from 0 would be others than they were trained on.
+    """
+    config: Any = getattr(module, "config", None)
+    pad, body = getattr(config, "pad_token_id", None), body_of(module)
+    size = getattr(config, "vocab_size", None) or 16
+    ids = torch.tensor([[i for i in range(min(size, 16)) if i != pad][:8]], device=device)
+    inputs: dict[str, Any] = {"input_ids": ids}
+    if "use_cache" in inspect.signature(body.forward).parameters:
+        inputs["use_cache"] = False
+    with evaluating(module), precision.autocast(device):
+        alone = outputs_of(body(**inputs))
+        told = outputs_of(body(**inputs, position_ids=torch.arange(ids.shape[1], device=device)[None]))
+    return alone is None or told is None or not _differs(alone, told, alone.dtype)
+
+
 def output_layer_of(module: Any, inputs: Mapping[str, Any]) -> bool:
     """Whether the model's logits are its output layer's output on the last hidden state, and nothing more.
 
@@ -98,21 +127,21 @@ def check_isolation(module: Any, takes: frozenset[str], precision: Precision, de
             inputs["position_ids"] = positions
         if "use_cache" in inspect.signature(module.forward).parameters:
             inputs["use_cache"] = False
-        result = module(**inputs)
-        if result.logits.shape[:2] != inputs["input_ids"].shape:
-            raise PackingLeaks(
-                name, f"it gives one result for a whole sequence ({list(result.logits.shape)}), not for each row"
-            )
-        return result.logits[0, -4:]  # type: ignore[no-any-return]
+        result = outputs_of(module(**inputs))
+        if result is None:
+            raise PackingLeaks(name, "it gives neither logits nor hidden states, by which it could be found out")
+        if result.shape[:2] != inputs["input_ids"].shape:
+            raise PackingLeaks(name, f"it gives one result for a whole sequence ({list(result.shape)}), not for each row")
+        return result[0, -4:]  # type: ignore[no-any-return]
 
     with evaluating(module), precision.autocast(device):
         packed, changed, alone = run(a, b), run(other, b), run(b)
     leak = _differs(packed, changed, packed.dtype)
     if leak:
-        raise PackingLeaks(name, f"other tokens in one row change the next row's logits ({leak:.1%}); {_why(module, takes)}")
+        raise PackingLeaks(name, f"other tokens in one row change the next row's outputs ({leak:.1%}); {_why(module, takes)}")
     shift = _differs(packed, alone, packed.dtype)
     if shift:
-        raise PackingLeaks(name, f"a packed row's logits are not what they are alone ({shift:.1%}); {_why(module, takes)}")
+        raise PackingLeaks(name, f"a packed row's outputs are not what they are alone ({shift:.1%}); {_why(module, takes)}")
 
 
 def _why(module: Any, takes: frozenset[str]) -> str:

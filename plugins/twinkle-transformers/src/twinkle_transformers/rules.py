@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from peft import PeftConfig
 from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
-from peft.utils.constants import EMBEDDING_LAYER_NAMES
+from peft.tuners.tuners_utils import BaseTunerLayer, check_target_module_exists
+from peft.utils.constants import EMBEDDING_LAYER_NAMES, INCLUDE_LINEAR_LAYERS_SHORTHAND
 
 from twinkle_core.errors import BadAdapter
+from twinkle_core.log import get_logger
+from twinkle_core.patches.heads import VALUE_HEAD
+from twinkle_transformers.tree import plain_modules
 
 #: Methods that need more than layers in the model, and what they need.
 _NEEDS_MORE = {
@@ -31,6 +36,55 @@ def check_name(name: Any) -> None:
     bad = sorted({c for c in name if c in "./\\" or c.isspace()})
     if bad:
         raise BadAdapter(name, f"a name may not hold {', '.join(repr(c) for c in bad)}; use '-' or '_'")
+
+
+def blockwise_layers(module: Any) -> dict[str, torch.nn.Module]:
+    """Linear layers of a model's own that are no ``x W^T``, such as blocks of a matrix: nothing can be added beside them."""
+
+    def blockwise(layer: torch.nn.Module) -> bool:
+        own = type(layer).__module__.startswith(("transformers.models.", "transformers_modules."))  # not a quantised one
+        if not isinstance(layer, torch.nn.Linear) or not own or type(layer).forward is torch.nn.Linear.forward:
+            return False
+        try:
+            with torch.no_grad():
+                return layer(layer.weight.new_zeros(1, layer.in_features)).shape != (1, layer.out_features)  # type: ignore[no-any-return]
+        except (RuntimeError, ValueError, IndexError):
+            return True
+
+    return {key: layer for key, layer in plain_modules(module) if blockwise(layer)}
+
+
+def _check_blockwise(name: str, config: Any, module: Any) -> None:
+    """Leave such layers out of ``all-linear``, and refuse them where they are named."""
+    layers, targets = blockwise_layers(module), getattr(config, "target_modules", None)
+    if not layers or not targets:
+        return
+    if isinstance(targets, str) and targets.lower() == INCLUDE_LINEAR_LAYERS_SHORTHAND:
+        before = config.exclude_modules
+        if isinstance(before, str):
+            config.exclude_modules = "|".join([f"({before})", *map(re.escape, layers)])
+        else:
+            config.exclude_modules = [*(before or ()), *layers]
+        return
+    for key, layer in layers.items():
+        if check_target_module_exists(config, key):
+            kind = type(layer).__name__
+            raise BadAdapter(name, f"{key} is a {kind}, which multiplies by blocks; leave it out of target_modules")
+
+
+def tell_left_out(name: str, module: Any) -> None:
+    """One line on linear layers to which ``all-linear`` did not come: blocks, and what peft confuses with a model's experts."""
+    carried = {id(layer.base_layer) for layer in module.modules() if isinstance(layer, BaseTunerLayer)}
+    output = getattr(module, "get_output_embeddings", lambda: None)()
+    left = [
+        key
+        for key, layer in plain_modules(module)
+        if isinstance(layer, torch.nn.Linear) and id(layer) not in carried and layer is not output
+    ]
+    if left:
+        ends = sorted({".".join(key.split(".")[-2:]) for key in left})
+        text = "adapter '%s': target_modules='all-linear' leaves out %d linear layer(s): %s"
+        get_logger("transformers").warning(text, name, len(left), ", ".join(ends))
 
 
 def _tied(module: Any) -> bool:
@@ -73,6 +127,12 @@ def check_config(name: str, config: Any, module: torch.nn.Module, others: Sequen
             "train them as one, or load the model with tie_word_embeddings=False",
         )
     config = copy.deepcopy(config)
+    _check_blockwise(name, config, module)
+    if hasattr(module, VALUE_HEAD) and VALUE_HEAD not in saved:  # each adapter trains a value head of its own
+        if not hasattr(config, "modules_to_save"):
+            why = "can't hold the value head that the model has; undo the patch 'value_head', or take LoRA"
+            raise BadAdapter(name, f"{type(config).__name__} {why}")
+        config.modules_to_save = saved = [*saved, VALUE_HEAD]
     if str(getattr(config.task_type, "value", config.task_type)) in ("SEQ_CLS", "TOKEN_CLS"):  # as peft: the head is trained
         ends = {key.rpartition(".")[2] for key, _ in module.named_modules()}
         config.modules_to_save = saved + [m for m in ("classifier", "score") if m in ends and m not in saved] or None
