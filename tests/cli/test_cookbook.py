@@ -129,6 +129,8 @@ def test_the_reward_of_grpo_rises_and_without_learning_does_not(sometimes_right,
         assert len(rewards) == 25
         gains[lr] = sum(rewards[-5:]) / 5 - sum(rewards[:3]) / 3
     assert gains["1e-3"] > 0.25 and abs(gains["0"]) < 0.15
+
+
 @pytest.mark.slow
 def test_embeddings_three_heights_give_the_same_weights_and_resuming_too(tiny, tmp_path, twinkle, lines):
     how = ("--pooling", "last_token")
