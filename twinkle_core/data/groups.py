@@ -2,8 +2,8 @@
 
 A group is a mapping of its members by role, ``{"positive": row, "negative": row}`` for a pair. It is one item of a data set, so
 that shuffling and batches keep it whole; a ``DataLoader`` gives out its rows one after the other, as losses over groups read
-them. Members are conversations before encoding and encoded rows after it; those of a group with an anchor may be texts, ``{"text":
-…}``, which are encoded to be embedded.
+them. Members are conversations before encoding and encoded rows after it; those of a group with an anchor may be texts,
+``{"text": …}``, which are encoded to be embedded.
 """
 
 from __future__ import annotations
