@@ -32,17 +32,13 @@ def table(kind: str) -> str:
             if family.kind == kind:
                 place = families.write(name, Path(folder) / str(number))
                 lines.append(line(families.cells(name, families.facts(name, place))))
-    lines += [line(cells) for name, cells in families.ELSEWHERE.items() if kind == "vision"]
     return "\n".join(lines)
 
 
 def page(text: str) -> str:
     """The page with its tables, each between two comments, made anew."""
-    for kind in re.findall(r"<!-- table: (\w+) -->", text):
-        head, tail = f"<!-- table: {kind} -->\n", "\n<!-- end of table -->"
-        before, _, rest = text.partition(head)
-        text = before + head + table(kind) + tail + rest.partition(tail)[2]
-    return text
+    pattern = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end of table -->)", re.S)
+    return pattern.sub(lambda part: f"{part[1]}{table(part[2])}\n{part[3]}", text)
 
 
 def main() -> int:

@@ -81,6 +81,26 @@ def internlm2() -> Any:
     return None
 
 
+SEEING = {"image_token_id": 250, "video_token_id": 251, "vision_start_token_id": 252, "vision_end_token_id": 253}
+
+
+def qwen_vl(name: str, text: dict[str, Any], vision: dict[str, Any]) -> Callable[[], Any]:
+    """A model of Qwen's that sees: three axes of positions, small towers."""
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1], **text.pop("rope", {})}
+    tower = {"depth": 2, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32, **vision}
+    words = {**SIZES, **text, "rope_parameters": rope}
+    return lambda: getattr(transformers, name)(text_config=words, vision_config=tower, tie_word_embeddings=False, **SEEING)
+
+
+def internvl() -> Any:
+    tower = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return transformers.InternVLConfig(
+        text_config={"model_type": "qwen2", **SIZES}, vision_config={**tower, "image_size": (28, 28), "patch_size": (7, 7)},
+        image_token_id=250, image_seq_length=4,
+    )  # fmt: skip
+
+
+SEES = {"model_cls": "AutoModelForImageTextToText"}
 FUSED = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 FAMILIES = {
     "Qwen3.5": Family(
@@ -117,6 +137,21 @@ FAMILIES = {
     "InternLM2.5": Family(
         "language", "`internlm/internlm2_5-7b-chat`", "chat", internlm2, options={"trust_remote_code": True},
         note="queries, keys and values are one layer; runs the code of its repository",
+    ),
+    "Qwen3.5 VL": Family(
+        "vision", "`Qwen/Qwen3.5-4B`", "vision",
+        qwen_vl("Qwen3_5Config", {**LINEAR, "rope": {"mrope_interleaved": True, "partial_rotary_factor": 1.0}},
+                {"num_position_embeddings": 64}),
+        options=SEES, note="Qwen3.5's repositories hold both; this class sees",
+    ),
+    "Qwen2.5 VL": Family(
+        "vision", "`Qwen/Qwen2.5-VL-7B-Instruct`", "vision",
+        qwen_vl("Qwen2_5_VLConfig", {}, {"window_size": 56, "fullatt_block_indexes": [1], "tokens_per_second": 2}),
+        options=SEES,
+    ),
+    "InternVL": Family(
+        "vision", "`OpenGVLab/InternVL3-8B-hf`", "vision", internvl, options=SEES,
+        note="the repositories with `-hf`, which transformers has",
     ),
     "Qwen3 Embedding": Family(
         "embedding", "`Qwen/Qwen3-Embedding-0.6B`", "", made("Qwen3Config", head_dim=8, tie_word_embeddings=True),
@@ -181,8 +216,6 @@ def facts(name: str, folder: Path) -> dict[str, str]:
     return found
 
 
-#: rows of the table whose tests are elsewhere: family -> its cells
-ELSEWHERE: dict[str, list[str]] = {}
 COLUMNS = (
     *("family", "models", "class", "beside `model_id`", "template", "packing", "`all-linear` reaches", "experts"),
     *("router's loss", "besides"),
