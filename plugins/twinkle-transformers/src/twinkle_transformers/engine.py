@@ -22,7 +22,7 @@ from twinkle_core.types import InputFeature, ModelOutput
 from twinkle_transformers.generate import check_options, complete
 from twinkle_transformers.inputs import Fitted, fit, packs
 from twinkle_transformers.precision import NARROW, Precision
-from twinkle_transformers.probes import check_isolation, output_layer_of
+from twinkle_transformers.probes import caches, check_isolation, output_layer_of
 
 #: what is computed from labels, token by token
 TOKEN_NEEDS = frozenset({"logps", "entropies", "predictions"})
@@ -96,7 +96,7 @@ class TransformersEngine(LoopEngine):
         self.precision = precision
         self._facts = dict(facts or {})
         self._takes = frozenset(inspect.signature(module.forward).parameters) - {"labels", "use_cache"}
-        self._caches = "use_cache" in inspect.signature(module.forward).parameters
+        self._caches = caches(module)
         self._roads: dict[tuple[Any, ...], Any] = {}
         self._isolated: set[Any] = set()
         self._own = list(module.parameters())  # the model's, without those of adapters, which are fp32 from the beginning

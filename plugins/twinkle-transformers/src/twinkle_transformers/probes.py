@@ -12,6 +12,7 @@ import torch
 from twinkle_core.errors import PackingLeaks
 from twinkle_core.train.loop_engine import evaluating
 from twinkle_transformers.precision import Precision
+from twinkle_transformers.vision import rope_index_of
 
 #: what configs call that which is done to logits after the output layer
 _AFTER_THE_LAYER = ("softcap", "logit_scale", "logits_scaling", "lm_head_multiplier")
@@ -24,6 +25,19 @@ def _differs(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> float:
     a, b = a.double(), b.double()
     gap = float((a - b).abs().max() / a.abs().max().clamp_min(1e-30))
     return gap if gap > _ROUNDING.get(dtype, 1e-4) or gap != gap else 0.0
+
+
+def caches(module: Any) -> bool:
+    """Whether the model keeps what generation needs unless ``use_cache=False`` says no. Some models that see hand the word on
+    without naming it; with a cache they don't tell packed samples apart."""
+    takes = inspect.signature(module.forward).parameters
+    if "use_cache" in takes:
+        return True
+    config: Any = getattr(module, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    generates = hasattr(module, "can_generate") and module.can_generate()
+    hands_on = any(p.kind is p.VAR_KEYWORD for p in takes.values())
+    return bool(generates and hands_on and getattr(text, "use_cache", False))
 
 
 def output_layer_of(module: Any, inputs: Mapping[str, Any]) -> bool:
@@ -97,8 +111,9 @@ def check_isolation(module: Any, takes: frozenset[str], precision: Precision, de
     def run(*rows: torch.Tensor) -> torch.Tensor:
         inputs: dict[str, Any] = {"input_ids": torch.cat(rows)[None]}
         if "position_ids" in takes and len(rows) > 1:
-            inputs["position_ids"] = positions
-        if "use_cache" in inspect.signature(module.forward).parameters:
+            several = rope_index_of(module) is not None  # positions of three axes, after the text's
+            inputs["position_ids"] = positions.expand(4, 1, -1) if several else positions
+        if caches(module):
             inputs["use_cache"] = False
         result = module(**inputs)
         if result.logits.shape[:2] != inputs["input_ids"].shape:
