@@ -214,7 +214,7 @@ entry(
     e.BadMedia.here("message 0, image", "fps=0 is not a number above 0"),
     e.BadMedia.missing("message 0, images[1]", "cat.png"),
     e.BadMedia.remote("message 0, image", "https://example.org/cat.png"),
-    e.BadMedia.unreadable("image", "message 0, images[0]", "cat.png", "cannot identify image file 'cat.png'"),
+    e.BadMedia.unopened("image", "message 0, images[0]", "cat.png", "cannot identify image file 'cat.png'"),
     e.BadMedia.kind("image", "message 0, image", 3),
     e.BadMedia.beside("images", "cat.png"),
     e.BadMedia.count("image", "images", "<image>", 2, 1),

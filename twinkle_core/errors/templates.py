@@ -194,7 +194,7 @@ class BadMedia(TemplateError):
         )
 
     @classmethod
-    def unreadable(cls, kind: str, where: str, source: object, cause: object) -> BadMedia:
+    def unopened(cls, kind: str, where: str, source: object, cause: object) -> BadMedia:
         what = f"'{shown(source)}'" if isinstance(source, str) or hasattr(source, "__fspath__") else type(source).__name__
         return cls(f"{where}: {what} can't be read as {_ONE[kind]} ({shown(cause, 200)}).")
 

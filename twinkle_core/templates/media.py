@@ -182,7 +182,7 @@ def open_image(source: Any, where: str) -> Any:
     except (UnidentifiedImageError, images.DecompressionBombError, OSError, SyntaxError, ValueError, EOFError) as cause:
         if isinstance(cause, BadMedia):
             raise
-        raise BadMedia.unreadable("image", where, source, cause) from cause
+        raise BadMedia.unopened("image", where, source, cause) from cause
 
 
 def _inner(source: Any) -> Any:
@@ -273,5 +273,5 @@ def _decoded(source: Any, where: str, sample: Any) -> tuple[Any, Any]:
             choose = (lambda metadata, **_: sample(metadata=metadata)) if sample is not None else None
             frames, metadata = read(str(place), backend=backend, sample_indices_fn=choose)
         except (OSError, ValueError, RuntimeError, TypeError, LookupError, ImportError) as cause:
-            raise BadMedia.unreadable("video", where, source, cause) from cause
+            raise BadMedia.unopened("video", where, source, cause) from cause
     return frames, metadata

@@ -174,6 +174,8 @@ class Pixels:
         videos = [item for item in items if item.kind == "video"]
         if videos:
             asked |= self._videos(videos)
+        if images and videos:  # some join the two, which must be of one kind then
+            asked["images_kwargs"] = {"return_tensors": "pt"}
         try:
             # the text's own tokens are made by the template, which needs the places of its characters
             made = self.processor(

@@ -80,9 +80,12 @@ def vision_processor(family: str) -> Any:
     return _PROCESSORS[family]()
 
 
-def _text(size: int) -> dict[str, Any]:
+def _text(tokenizer: Any) -> dict[str, Any]:
     return {
-        "vocab_size": size,
+        "vocab_size": len(tokenizer),
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
         "hidden_size": 32,
         "intermediate_size": 48,
         "num_hidden_layers": 2,
@@ -97,7 +100,7 @@ def vision_config(family: str, processor: Any) -> Any:
     import transformers
 
     ids = processor.tokenizer.convert_tokens_to_ids
-    text = _text(len(processor.tokenizer))
+    text = _text(processor.tokenizer)
     seeing: dict[str, Any] = {"depth": 2, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
     tokens = {
         "image_token_id": ids("<|image_pad|>"),
@@ -159,3 +162,45 @@ def picture(width: int, height: int, seed: int = 0) -> Any:
     from PIL import Image
 
     return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8))
+
+
+class FrameByFrame:
+    """Stands in for transformers' processors of videos, which need torchvision: each frame goes through the processor of
+    images, and ``temporal_patch_size`` of them make one patch in time.
+
+    Args:
+        images: the processor of images.
+        tiles: one picture a frame, as InternVL takes them, instead of patches.
+    """
+
+    do_sample_frames = False
+    valid_kwargs = None
+
+    def __init__(self, images: Any, tiles: bool = False) -> None:
+        self.images, self.tiles = images, tiles
+        self.merge_size = getattr(images, "merge_size", 1)
+        self.temporal_patch_size = getattr(images, "temporal_patch_size", 1)
+
+    def save_pretrained(self, folder: str) -> None:
+        """Nothing: its sizes are those of the processor of images."""
+
+    def __call__(self, videos: Any, video_metadata: Any = None, **kwargs: Any) -> dict[str, Any]:
+        import numpy as np
+
+        metadata = dict.fromkeys(("video_metadata",), video_metadata)
+        if self.tiles:
+            made = [self.images(list(video), crop_to_patches=False)["pixel_values"] for video in videos]
+            return {"pixel_values_videos": torch.as_tensor(np.stack(made)), **metadata}
+        pixels, grids = [], []
+        for video in videos:
+            step = self.temporal_patch_size
+            frames = [*video, *[video[-1]] * (-len(video) % step)]
+            made = [self.images([frame]) for frame in frames]
+            _, high, wide = made[0]["image_grid_thw"][0].tolist()
+            # an image is its own next frame: a patch is [3, step, p, p], and each frame gives its own place in it
+            parts = [m["pixel_values"].reshape(high * wide, 3, step, -1) for m in made]
+            for k in range(0, len(frames), step):
+                one = np.stack([parts[k + s][:, :, s] for s in range(step)], axis=2)
+                pixels.append(one.reshape(high * wide, -1))
+            grids.append([len(frames) // step, high, wide])
+        return {"pixel_values_videos": np.concatenate(pixels), "video_grid_thw": np.asarray(grids), **metadata}
