@@ -84,7 +84,17 @@ def without_video(cls: type[Any]) -> type[Any]:
     def check(self: Any, name: str, argument: Any) -> Any:
         return None if name == "video_processor" else cls.check_argument_for_proper_class(self, name, argument)
 
-    return type(cls.__name__, (cls,), {"check_argument_for_proper_class": check, "__module__": cls.__module__})
+    def reduced(self: Any) -> Any:  # pickled by the class that a module holds
+        return _unpickled, (cls, self.__dict__)
+
+    own = {"check_argument_for_proper_class": check, "__reduce__": reduced, "__module__": cls.__module__}
+    return type(cls.__name__, (cls,), own)
+
+
+def _unpickled(cls: type[Any], state: Mapping[str, Any]) -> Any:
+    made = object.__new__(without_video(cls))
+    made.__dict__.update(state)
+    return made
 
 
 def _without_video(cls: type[Any], folder: Path) -> Any:
