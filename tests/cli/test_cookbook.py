@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from twinkle_core.testing.vision import write_tiny_vision
+
 COOKBOOK = Path(__file__).parents[2] / "cookbook"
 
 
@@ -47,3 +49,11 @@ def test_three_heights_give_the_same_weights_and_resuming_too(tiny, tmp_path, tw
     assert all(f"output_dir/{name}`" in readme for name in written[2:]), written
     rates = [row["lr"] for row in lines(tmp_path / "yaml/metrics.jsonl")]
     assert rates[0] == 1e-3 and all(rate > 0 for rate in rates)
+
+
+def test_a_model_that_sees_learns_its_colours(tmp_path):
+    folder = write_tiny_vision(tmp_path / "model")
+    shown = _run("vision_basic.py", "--model", folder, "--output", tmp_path / "out").splitlines()
+    losses = [float(line.split()[1]) for line in shown if line[:1].isdigit()]
+    assert len(losses) == 6 and losses[-1] < losses[0] / 2
+    assert any(line.startswith("answer:") for line in shown) and _weights(tmp_path / "out/last")

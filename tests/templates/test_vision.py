@@ -383,3 +383,55 @@ def test_packs_hold_the_pixels_of_their_rows(template):
     assert pack["seq_lens"] == [row["length"] for row in rows]
     assert np.array_equal(pack["pixel_values"], np.concatenate([row["pixel_values"] for row in rows if "pixel_values" in row]))
     assert pack["row_counts"]["pixel_values"] == [len(row.get("pixel_values", ())) for row in rows]
+
+
+# ------------------------------------------------------------------------------------------------ files of videos
+
+
+@pytest.fixture(scope="module")
+def film(tmp_path_factory):
+    """A file of 8 frames, 4 a second, and its frames as its decoder gives them."""
+    import av
+
+    path = tmp_path_factory.mktemp("film") / "film.mp4"
+    with av.open(str(path), "w") as file:
+        stream = file.add_stream("mpeg4", rate=4)
+        stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
+        for k in range(8):
+            shown = np.full((48, 64, 3), 30 * k, dtype=np.uint8)
+            for packet in stream.encode(av.VideoFrame.from_ndarray(shown, format="rgb24")):
+                file.mux(packet)
+        for packet in stream.encode():
+            file.mux(packet)
+    with av.open(str(path)) as file:
+        frames = np.stack([frame.to_ndarray(format="rgb24") for frame in file.decode(video=0)])
+    assert frames.shape == (8, 48, 64, 3)
+    return path, frames
+
+
+def test_a_file_is_the_video_of_its_frames(template, film):
+    path, frames = film
+    talk = {"messages": [user("<video>what?"), assistant("a film")]}
+    expected = template.encode({**talk, "videos": [{"frames": frames, "fps": 4}]})
+    same(template.encode({**talk, "videos": [{"frames": list(map(Image.fromarray, frames)), "fps": 4.0}]}), expected)
+    for source in (path, str(path), path.read_bytes(), {"path": str(path), "bytes": None}):
+        same(template.encode({**talk, "videos": [source]}), expected)
+    same(
+        template.encode({"messages": [user([{"type": "video", "video": str(path)}, text("what?")]), assistant("a film")]}),
+        expected,
+    )
+
+
+def test_the_processor_chooses_a_files_frames(film):
+    path, frames = film
+    processor = processor_of("qwen3_vl")
+    processor.video_processor.do_sample_frames = True
+    processor.video_processor.sample_frames = lambda metadata, **_: np.arange(0, metadata.total_num_frames, 2)
+    template = VisionTemplate(processor)
+    row = template.encode({"messages": [user("<video>what?"), assistant("a film")], "videos": [path]})
+    shown = template.decode(row["input_ids"])
+    assert row["video_grid_thw"][0, 0] == 2  # frames 0, 2 and 4, 6 at 4 a second: 0.25 and 1.25
+    assert [f"<{t} seconds>" in shown for t in ("0.2", "1.2")] == [True, True]
+    given = {"frames": frames[::2], "fps": 2}
+    again = template.encode({"messages": [user("<video>what?"), assistant("a film")], "videos": [given]})
+    assert np.array_equal(row["pixel_values_videos"], again["pixel_values_videos"])

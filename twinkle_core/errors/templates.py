@@ -236,6 +236,13 @@ class BadMedia(TemplateError):
         return cls(f"the model's image processor refuses it: {shown(cause, 200)}.")
 
     @classmethod
+    def no_places(cls, processor: str) -> BadMedia:
+        return cls(
+            f"{processor} does not say which characters it puts in place of an image, so labels can't be placed.\n"
+            f"    It takes transformers 5.24 or newer, and a processor that replaces a token for each image or video."
+        )
+
+    @classmethod
     def no_split(cls, tokens: int, max_length: int) -> BadMedia:
         return cls(
             f"the row has {tokens} tokens, max_length is {max_length}, and truncation_strategy='split' does not cut rows with "

@@ -193,8 +193,11 @@ class Pixels:
             )
         except (ValueError, TypeError, ZeroDivisionError) as cause:
             raise BadMedia.processor(cause) from cause
+        swaps = made.get("text_replacement_offsets")
+        if swaps is None or len(swaps[0]) != len(items):
+            raise BadMedia.no_places(type(self.processor).__name__)
         places, whole, at = [], [], 0
-        for swap in made["text_replacement_offsets"][0]:
+        for swap in swaps[0]:
             (begin, stop), (start, end) = swap["span"], swap["new_span"]
             places.append(Place(swap["type"], begin, stop, start, end))
             whole += [text[at:begin], swap["replacement"]]

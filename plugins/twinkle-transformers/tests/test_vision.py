@@ -139,6 +139,21 @@ def test_a_packed_row_is_what_it_is_alone(family):
     assert torch.allclose(parts, flat, atol=1e-5)
 
 
+def test_a_packed_batch_without_lengths_keeps_its_samples_apart(qwen):
+    """Positions that begin anew say it too; with images something must say whose they are."""
+    model = qwen.model()
+    words = [row for row in qwen.rows if "pixel_values" not in row] * 2
+    batch = dict(InputProcessor(padding_free=True).collate(words))
+    del batch["seq_lens"]
+    flat = model.forward_only(inputs=batch)["logps"][0]
+    for mine in flat.split([row["length"] for row in words]):
+        assert torch.allclose(mine, plain_logps(model.module, words[0]), atol=1e-5)
+    seen = dict(InputProcessor(padding_free=True).collate(qwen.rows))
+    del seen["row_counts"]
+    with pytest.raises(BadInputs, match="a packed batch with 'image_grid_thw' needs 'row_counts'"):
+        model.forward_only(inputs=seen)
+
+
 def test_a_recurrent_model_that_sees_refuses_packs_and_says_why():
     scene = Scene("qwen3_5")
     model = scene.model()

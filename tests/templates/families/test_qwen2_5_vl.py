@@ -54,7 +54,9 @@ def test_the_layout(processor, marked):
     ],
 )
 def test_how_many_tokens_an_image_has(processor, width, height, grid):
-    row = VisionTemplate(processor).encode({"messages": [user({"type": "image", "image": picture(width, height)}, ASK), ANSWER]})
+    row = VisionTemplate(processor).encode(
+        {"messages": [user({"type": "image", "image": picture(width, height)}, ASK), ANSWER]}
+    )
     assert tuple(row["image_grid_thw"][0]) == grid
     count = grid[1] * grid[2] // 4
     at = row["input_ids"].index(START)

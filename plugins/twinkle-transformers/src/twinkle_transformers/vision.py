@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from twinkle_core.errors import BadInputs, BadRow
+from twinkle_core.processors.input import row_lengths
 from twinkle_core.types import MEDIA_FIELDS
 
 #: kind -> its pixels, its grid, its number in mm_token_type_ids
@@ -19,9 +20,8 @@ def fit_media(module: Any, batch: dict[str, Any], first: int = 0) -> None:
     """Check a collated batch's images and videos, and put in the positions that the model would compute of them.
 
     Args:
-        batch: on the CPU; values elsewhere are not looked at. Changed in place: ``position_ids`` become ``[3, B, T]`` where a
-            model with rotary positions of three axes sees images, and ``[4, 1, T]`` in a packed sequence, the first of which
-            are the text's: they begin anew with each sample.
+        batch: changed in place: ``position_ids`` become ``[3, B, T]`` where a model with rotary positions of three axes sees
+            images, and ``[4, 1, T]`` in a packed sequence, the first of which are the text's: they begin anew with each sample.
         first: number of the first row, for error texts.
 
     Raises:
@@ -36,15 +36,16 @@ def fit_media(module: Any, batch: dict[str, Any], first: int = 0) -> None:
     unknown = next((name for name in given if name not in takes and name != "second_per_grid_ts"), None)
     if unknown is not None:
         raise BadRow.field(first + _first_with(batch, unknown), unknown, f"is not for {type(module).__name__}: {_BLIND}")
-    if ids.device.type != "cpu":
-        return
-    for kind in _KINDS:
-        _check_tokens(module, batch, kind, first)
+    if ids.device.type == "cpu":
+        for kind in _KINDS:
+            _check_tokens(module, batch, kind, first)
     rope = rope_index_of(module)
     if rope is None:
         return
     if _samples(batch) is not None:
-        batch["position_ids"] = packed_positions(module, batch)
+        positions = batch.get("position_ids")
+        if not isinstance(positions, torch.Tensor) or positions.dim() == 2:
+            batch["position_ids"] = packed_positions(module, batch)
     elif any(batch.get(grid) is not None for _, grid, _ in _KINDS.values()):
         positions = batch.get("position_ids")
         if not isinstance(positions, torch.Tensor) or positions.dim() == 2:
@@ -89,11 +90,14 @@ def packed_positions(module: Any, batch: Mapping[str, Any]) -> torch.Tensor:
     ids, types = batch["input_ids"], token_types(module, batch)
     rope, parts, at = rope_index_of(module), [], 0
     grids = {name: batch[name] for name in MEDIA_FIELDS if batch.get(name) is not None and not name.startswith("pixel")}
-    for number, length in enumerate(_samples(batch) or [ids.shape[1]]):
-        text = torch.arange(length).expand(1, 1, length)
+    lengths = _samples(batch) or [ids.shape[1]]
+    for number, length in enumerate(lengths):
+        text = torch.arange(length, device=ids.device).expand(1, 1, length)
         piece: dict[str, Any] = {"input_ids": ids[:, at : at + length], "mm_token_type_ids": types[:, at : at + length]}
         for name, grid in grids.items():
-            counts = batch["row_counts"][name]
+            counts = (batch.get("row_counts") or {}).get(name, ())
+            if len(counts) != len(lengths) or sum(counts) != len(grid):
+                raise BadInputs(f"a packed batch with '{name}' needs 'row_counts', which sample has how many (and 'seq_lens')")
             start = sum(counts[:number])
             if counts[number]:
                 piece[name] = grid[start : start + counts[number]]
@@ -105,8 +109,17 @@ def packed_positions(module: Any, batch: Mapping[str, Any]) -> torch.Tensor:
 
 
 def _samples(batch: Mapping[str, Any]) -> list[int] | None:
-    lengths = batch.get("seq_lens")
-    return [int(n) for n in lengths] if lengths is not None else None
+    """Lengths of a packed batch's samples; None where it is not packed."""
+    positions = batch.get("position_ids")
+    if batch.get("seq_lens") is None and (
+        batch.get("attention_mask") is not None
+        or not isinstance(positions, torch.Tensor)
+        or positions.shape != batch["input_ids"].shape
+        or len(positions) != 1
+    ):
+        return None
+    lengths = row_lengths(batch)
+    return lengths if batch.get("seq_lens") is not None or len(lengths) > 1 else None
 
 
 def _positions(rope: Any, batch: Mapping[str, Any]) -> torch.Tensor:
