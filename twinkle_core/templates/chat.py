@@ -10,13 +10,11 @@ from twinkle_core.errors import NoChatTemplate, NoLabels, TemplateError
 from twinkle_core.templates import manners, parse
 from twinkle_core.templates.base import TextTemplate
 from twinkle_core.templates.labels import Locator, Span
-from twinkle_core.templates.messages import SHIELD, Style, Turn, normalise
+from twinkle_core.templates.messages import SHIELD, Style, Turn, normalise, refuse_media
 from twinkle_core.templates.roles import Roles
 from twinkle_core.templates.tools.forms import FORMS, schema_of
 from twinkle_core.types import InputFeature, Message, Trajectory
 
-#: Fields of a row that a template of texts would leave out in silence.
-_MEDIA = ("images", "videos", "audios")
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -125,6 +123,7 @@ class ChatTemplate(TextTemplate):
             TemplateError: not a conversation; one that the chat template refuses or changes beyond recognition (RowTooLong,
                 NoLabels are kinds of it).
         """
+        refuse_media(trajectory)
         if self.use_chat_template:
             ids, targets = self.tokenise(*self._written(trajectory, add_generation_prompt))
         else:
@@ -146,15 +145,13 @@ class ChatTemplate(TextTemplate):
 
     def render(self, trajectory: Trajectory, *, add_generation_prompt: bool = False) -> str:
         """The text that ``encode`` tokenises."""
+        refuse_media(trajectory)
         if not self.use_chat_template:
             return self._plain_text(trajectory)
         messages, tools = self._normalise(trajectory)
         return self._shown(messages, tools, add_generation_prompt)
 
     def _normalise(self, trajectory: Mapping[str, Any]) -> tuple[list[Turn], list[Any] | None]:
-        unseen = next((key for key in _MEDIA if isinstance(trajectory, Mapping) and trajectory.get(key)), None)
-        if unseen is not None:
-            raise TemplateError.unseen(unseen, len(trajectory[unseen]))
         messages, tools = normalise(
             trajectory, default_system=self.default_system, enable_thinking=self.enable_thinking, style=self._style
         )

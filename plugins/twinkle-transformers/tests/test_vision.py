@@ -322,6 +322,8 @@ def test_grids_and_patches_that_differ(qwen):
     row = changed(qwen.rows[3], pixel_values=qwen.rows[3]["pixel_values"][:-4])
     with pytest.raises(BadInputs, match=r"'pixel_values' has 20 patches, and 'image_grid_thw' speaks of 24"):
         qwen.model().forward_only(inputs=[row])
+    with pytest.raises(BadInputs, match="the batch has 'pixel_values' without 'image_grid_thw'"):
+        qwen.model().forward_only(inputs=[changed(qwen.rows[3], image_grid_thw=None)])
     with pytest.raises(BadRow, match=r"row 1: 'image_grid_thw' is \[3\]"):
         InputProcessor().collate([qwen.rows[1], changed(qwen.rows[3], image_grid_thw=[1, 4, 6])])
     with pytest.raises(BadRow, match=r"row 1: 'pixel_values' has entries of shape \[5\], row 0 has \[1176\]"):

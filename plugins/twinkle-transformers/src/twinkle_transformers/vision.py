@@ -150,6 +150,9 @@ def _check_tokens(module: Any, batch: Mapping[str, Any], kind: str, first: int) 
     if token is None:
         return
     pixels, grid, _ = _KINDS[kind]
+    if grid in inspect.signature(module.forward).parameters and (batch.get(grid) is None) != (batch.get(pixels) is None):
+        there, missing = (grid, pixels) if batch.get(pixels) is None else (pixels, grid)
+        raise BadInputs(f"the batch has '{there}' without '{missing}'; a row has both of its images, or neither")
     made = _features(config, batch, pixels, grid)
     if made is None:
         return
@@ -161,18 +164,10 @@ def _check_tokens(module: Any, batch: Mapping[str, Any], kind: str, first: int) 
         who = "" if len(there) > 1 or _rows(batch) == 1 else f" (all {_rows(batch)} rows together)"
         way = f"has {there[row]} tokens of {kind}s (id {token}){who}, and {pixels!r} makes {made[row]}"
         raise BadRow.field(first + row, "input_ids", f"{way}; they must be encoded together, and cut together")
-    counted = (batch.get("row_counts") or {}).get(pixels)
     if batch.get(grid) is not None and batch.get(pixels) is not None:
         need = [int(n) for n in batch[grid].prod(-1)]
         if sum(need) != len(batch[pixels]):
             raise BadInputs(f"'{pixels}' has {len(batch[pixels])} patches, and '{grid}' speaks of {sum(need)}")
-    elif (batch.get(grid) is None) != (batch.get(pixels) is None) and counted is None and grid in _signature(module):
-        missing = grid if batch.get(grid) is None else pixels
-        raise BadInputs(f"the batch has '{pixels if missing == grid else grid}' without '{missing}'")
-
-
-def _signature(module: Any) -> Mapping[str, Any]:
-    return inspect.signature(module.forward).parameters
 
 
 def _rows(batch: Mapping[str, Any]) -> int:
