@@ -247,7 +247,7 @@ def _binary(what: str, data: bytes, **more: Any) -> dict[str, Any]:
 
 def _restored(value: dict[str, Any]) -> Any:
     what = value.get(BINARY)
-    if what is None:
+    if what not in ("bytes", "array", "picture") or not isinstance(value.get("data"), str):
         return value
     data = base64.b64decode(value["data"])
     if what == "array":
