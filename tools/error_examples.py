@@ -223,6 +223,7 @@ entry(
     e.BadMedia.shown_otherwise("image", 1, 2),
     e.BadMedia.processor("absolute aspect ratio must be smaller than 200, got 250.0"),
     e.BadMedia.no_places("LlavaProcessor"),
+    e.BadMedia.no_times("message 0, video"),
     e.BadMedia.no_split(9000, 8192),
     e.BadMedia.no_processor("./model", "transformers knows no processor for models of type 'qwen2'."),
     way="The first words name the message and the image, a data set's error the row before them. Nothing was encoded.",

@@ -150,7 +150,9 @@ def test_only_the_assistants_words_are_trained(template):
 
 def test_times_of_frames_are_not_trained_even_in_an_answer():
     template = VisionTemplate(processor_of("qwen3_vl"))
-    row = template.encode({"messages": [user("show"), assistant([text("so: "), {"type": "video", "video": CLIP}, text("!")])]})
+    row = template.encode(
+        {"messages": [user("show"), assistant([text("so: "), {"type": "video", "video": CLIP, "fps": 1}, text("!")])]}
+    )
     assert "seconds>" in template.decode(row["input_ids"]) and template.decode(row["labels"]) == "so: !<|im_end|>"
 
 
@@ -187,6 +189,21 @@ def test_all_ways_to_give_an_image_give_the_same_row(template, tmp_path):
         {"type": "image", "url": data},
     ):
         same(template.encode({"messages": [user([part, text("hi")]), assistant("yo")]}), expected)
+
+
+def test_keys_that_a_typed_file_filled_with_none_name_nothing(template):
+    filled = [{"type": "text", "text": "see ", "image": None}, {"type": "image", "image": TALL, "text": None}]
+    expected = template.encode({"messages": [user([text("see "), image(TALL)]), assistant("yo")]})
+    same(template.encode({"messages": [user(filled), assistant("yo")], "images": None, "videos": []}), expected)
+
+
+def test_frames_need_their_times_only_where_the_model_counts_them(template):
+    talk = {"messages": [user([{"type": "video", "video": CLIP}, text("?")]), assistant("yo")]}
+    if template.family == "internvl":
+        assert template.encode(talk)["pixel_values"].shape[0] == len(CLIP)
+    else:
+        with pytest.raises(BadMedia, match="frames without 'fps'"):
+            template.encode(talk)
 
 
 def test_placeholders_and_parts_share_the_rows_images_in_order(qwen):
@@ -289,6 +306,10 @@ def test_the_other_strategies(qwen):
             r"frame 1 is 100x50, frame 0 is 60x90",
         ),
         ({"messages": [user([{"type": "video", "video": CLIP, "fps": 0}]), assistant("a")]}, r"fps=0 is not a number above 0"),
+        (
+            {"messages": [user([{"type": "video", "video": CLIP}]), assistant("a")]},
+            r"message 0, video: it has frames without 'fps'",
+        ),
         ({"messages": [user([{"type": "video", "video": "no.mp4"}]), assistant("a")]}, r"there is no file 'no.mp4'"),
         ({"messages": [user([{"type": "video", "video": b"junk"}]), assistant("a")]}, r"bytes can't be read as a video"),
         ({"messages": [user([{"type": "video", "video": [TALL, "no.png"]}]), assistant("a")]}, r"video, frame 1: there is no"),

@@ -243,6 +243,13 @@ class BadMedia(TemplateError):
         )
 
     @classmethod
+    def no_times(cls, where: str) -> BadMedia:
+        return cls(
+            f"{where}: it has frames without 'fps', how many of them are shown in a second, and this model counts time.\n"
+            f"    Give it beside the frames: {{'type': 'video', 'video': […], 'fps': 2}}."
+        )
+
+    @classmethod
     def no_split(cls, tokens: int, max_length: int) -> BadMedia:
         return cls(
             f"the row has {tokens} tokens, max_length is {max_length}, and truncation_strategy='split' does not cut rows with "

@@ -97,8 +97,8 @@ def _message(turn: int, message: Any, beside: _Row, placeholders: bool, items: l
     new: list[Any] = []
     for part in parts:
         kind = _TYPES.get(part.get("type", "")) if isinstance(part, Mapping) else None
-        if kind is None:
-            new.append(part)
+        if kind is None:  # typed files give each part the keys of all, and a template may ask whether 'image' is one of them
+            new.append({k: v for k, v in part.items() if v is not None or k == "text"} if isinstance(part, Mapping) else part)
             continue
         items.append(_item(turn, kind, part, beside))
         new.append({"type": kind})

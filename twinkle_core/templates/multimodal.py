@@ -182,8 +182,11 @@ class Pixels:
         if images:
             asked["images"] = images
         videos = [item for item in items if item.kind == "video"]
+        timeless = None
         if videos:
             asked |= self._videos(videos)
+            clips = zip(videos, asked["video_metadata"], strict=True)
+            timeless = next((item.where for item, known in clips if known.fps is None), None)  # the processor may fill it in
         if images and videos:  # some join the two, which must be of one kind then
             asked["images_kwargs"] = {"return_tensors": "pt"}
         try:
@@ -193,6 +196,8 @@ class Pixels:
             )
         except (ValueError, TypeError, ZeroDivisionError) as cause:
             raise BadMedia.processor(cause) from cause
+        if timeless is not None and ("second_per_grid_ts" in made or hasattr(self.processor, "_calculate_timestamps")):
+            raise BadMedia.no_times(timeless)
         swaps = made.get("text_replacement_offsets")
         if swaps is None or len(swaps[0]) != len(items):
             raise BadMedia.no_places(type(self.processor).__name__)
