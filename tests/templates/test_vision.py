@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 
 import datasets
 import numpy as np
@@ -365,6 +366,26 @@ def test_a_folder_without_a_processor(tmp_path):
 def test_a_models_folder_gives_the_same_rows(family, tmp_path):
     template = VisionTemplate(str(write_tiny_vision(tmp_path, family)))
     same(template.encode({"messages": TALK}), VisionTemplate(vision_processor(family)).encode({"messages": TALK}))
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "internvl"])
+def test_a_folder_as_older_releases_wrote_it(family, tmp_path):
+    """Sizes as least and most pixels, a class that needs torchvision, the chat template in a file of JSON beside another."""
+    write_tiny_vision(tmp_path, family)
+    config = json.loads((tmp_path / "preprocessor_config.json").read_text())
+    if family == "qwen2_5_vl":
+        size = config.pop("size")
+        config |= {"min_pixels": size["shortest_edge"], "max_pixels": size["longest_edge"]}
+    config["image_processor_type"] = config["image_processor_type"].removesuffix("Pil") + "Fast"
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(config))
+    shown = (tmp_path / "chat_template.jinja").read_text()
+    (tmp_path / "chat_template.jinja").unlink()
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": shown}))
+    told = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    told["chat_template"] = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(told))
+    expected = VisionTemplate(vision_processor(family)).encode({"messages": TALK})
+    same(VisionTemplate(str(tmp_path)).encode({"messages": TALK}), expected)
 
 
 ROWS = [
