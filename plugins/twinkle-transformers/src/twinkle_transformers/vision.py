@@ -151,8 +151,8 @@ def _check_tokens(module: Any, batch: Mapping[str, Any], kind: str, first: int) 
         return
     pixels, grid, _ = _KINDS[kind]
     if grid in inspect.signature(module.forward).parameters and (batch.get(grid) is None) != (batch.get(pixels) is None):
-        there, missing = (grid, pixels) if batch.get(pixels) is None else (pixels, grid)
-        raise BadInputs(f"the batch has '{there}' without '{missing}'; a row has both of its images, or neither")
+        given, missing = (grid, pixels) if batch.get(pixels) is None else (pixels, grid)
+        raise BadInputs(f"the batch has '{given}' without '{missing}'; a row has both of its images, or neither")
     made = _features(config, batch, pixels, grid)
     if made is None:
         return
