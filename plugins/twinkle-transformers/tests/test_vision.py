@@ -320,8 +320,10 @@ def test_tokens_and_pixels_that_differ_are_told_with_their_row(scene):
 
 def test_grids_and_patches_that_differ(qwen):
     row = changed(qwen.rows[3], pixel_values=qwen.rows[3]["pixel_values"][:-4])
-    with pytest.raises(BadInputs, match=r"'pixel_values' has 20 patches, and 'image_grid_thw' speaks of 24"):
-        qwen.model().forward_only(inputs=[row])
+    more = changed(qwen.rows[3], pixel_values=np.concatenate([qwen.rows[3]["pixel_values"], qwen.rows[3]["pixel_values"][:4]]))
+    for rows in ([qwen.rows[1], row], [qwen.rows[1], row, more]):  # together the last two would be right
+        with pytest.raises(BadRow, match=r"row 1: 'pixel_values' has 20 patches, and 'image_grid_thw' speaks of 24"):
+            qwen.model().forward_only(inputs=rows)
     with pytest.raises(BadInputs, match="the batch has 'pixel_values' without 'image_grid_thw'"):
         qwen.model().forward_only(inputs=[changed(qwen.rows[3], image_grid_thw=None)])
     with pytest.raises(BadRow, match=r"row 1: 'image_grid_thw' is \[3\]"):

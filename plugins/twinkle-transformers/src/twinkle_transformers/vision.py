@@ -164,10 +164,20 @@ def _check_tokens(module: Any, batch: Mapping[str, Any], kind: str, first: int) 
         who = "" if len(there) > 1 or _rows(batch) == 1 else f" (all {_rows(batch)} rows together)"
         way = f"has {there[row]} tokens of {kind}s (id {token}){who}, and {pixels!r} makes {made[row]}"
         raise BadRow.field(first + row, "input_ids", f"{way}; they must be encoded together, and cut together")
-    if batch.get(grid) is not None and batch.get(pixels) is not None:
-        need = [int(n) for n in batch[grid].prod(-1)]
-        if sum(need) != len(batch[pixels]):
-            raise BadInputs(f"'{pixels}' has {len(batch[pixels])} patches, and '{grid}' speaks of {sum(need)}")
+    if batch.get(grid) is not None:
+        _check_patches(batch, pixels, grid, first)
+
+
+def _check_patches(batch: Mapping[str, Any], pixels: str, grid: str, first: int) -> None:
+    """As many patches in each row as its grids say: else one row would see what belongs to another."""
+    counts = batch.get("row_counts") or {}
+    need = _by_row([int(n) for n in batch[grid].prod(-1)], counts.get(grid))
+    have = list(counts.get(pixels) or [len(batch[pixels])])
+    if len(need) != len(have):
+        need, have = [sum(need)], [sum(have)]
+    for row, (a, b) in enumerate(zip(have, need, strict=True)):
+        if a != b:
+            raise BadRow.field(first + row, pixels, f"has {a} patches, and {grid!r} speaks of {b}")
 
 
 def _rows(batch: Mapping[str, Any]) -> int:
