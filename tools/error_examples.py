@@ -197,6 +197,7 @@ entry(
     e.TemplateError.rendering("Conversation roles must alternate user/assistant/user/assistant/..."),
     e.TemplateError.role(2, "Assistant", "assistant", ("system", "user", "assistant", "tool", "developer", "function")),
     e.TemplateError.tools(3),
+    e.TemplateError.unseen("images", 2),
     e.TemplateError.prompt(),
     e.TemplateError.strategy("truncate", ("raise", "left", "right", "split", "delete")),
     e.TemplateError.argument("max_length", 1, "a whole number from 2 up (one token predicts another)"),
@@ -216,6 +217,24 @@ entry(
     e.BadCompletion.at_character("r</think>", 9, "the end token <｜end▁of▁sentence｜> is missing"),
     why="A strict parser read a completion that breaks its format. `error.place` is the character.",
     way="Read it leniently, `template.parse(text)`, or count it as a wrong answer.",
+)
+entry(
+    e.BadMedia.here("message 0, image", "fps=0 is not a number above 0"),
+    e.BadMedia.missing("message 0, images[1]", "cat.png"),
+    e.BadMedia.remote("message 0, image", "https://example.org/cat.png"),
+    e.BadMedia.unopened("image", "message 0, images[0]", "cat.png", "cannot identify image file 'cat.png'"),
+    e.BadMedia.kind("image", "message 0, image", 3),
+    e.BadMedia.beside("images", "cat.png"),
+    e.BadMedia.count("image", "images", "<image>", 2, 1),
+    e.BadMedia.unsaid(1),
+    e.BadMedia.token(0, "user", "<|image_pad|>"),
+    e.BadMedia.shown_otherwise("image", 1, 2),
+    e.BadMedia.processor("absolute aspect ratio must be smaller than 200, got 250.0"),
+    e.BadMedia.no_places("LlavaProcessor"),
+    e.BadMedia.no_times("message 0, video"),
+    e.BadMedia.no_split(9000, 8192),
+    e.BadMedia.no_processor("./model", "transformers knows no processor for models of type 'qwen2'."),
+    way="The first words name the message and the image, a data set's error the row before them. Nothing was encoded.",
 )
 entry(e.RowTooLong(9000, 8192, "raise"))
 entry(

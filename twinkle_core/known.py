@@ -90,4 +90,5 @@ KNOWN = {
     ("template", "deepseek_v3_2"): ("DeepseekV32Template", "twinkle-dsml", "0.1.0"),
     ("template", "deepseek_v4"): ("DeepseekV4Template", "twinkle-dsml", "0.1.0"),
     ("template", "dsml"): ("DSMLTemplate", "twinkle-dsml", "0.1.0"),
+    ("template", "vision"): ("VisionTemplate", "twinkle-core", "0.1.0"),
 }

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 #: The label of a position that is not trained.
 IGNORE_INDEX = -100
+#: Fields whose first axis runs over patches, pictures or videos, any number of them a row; named as transformers names them.
+MEDIA_FIELDS = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw", "second_per_grid_ts")
 
 
 class ToolCall(TypedDict, total=False):
@@ -69,6 +71,13 @@ class InputFeature(TypedDict, total=False):
     position_ids: Any
     length: int  # real tokens of one row
     seq_lens: list[int]  # packed batches only: the lengths of the rows in order; their sum is T
+    mm_token_type_ids: Any  # 0 text, 1 image, 2 video
+    pixel_values: Any  # these five: any number of entries a row, in a batch those of all rows one after the other
+    image_grid_thw: Any
+    pixel_values_videos: Any
+    video_grid_thw: Any
+    second_per_grid_ts: Any
+    row_counts: dict[str, list[int]]  # batches only: how many entries of these fields each row has
 
 
 class ModelOutput(dict):  # type: ignore[type-arg]

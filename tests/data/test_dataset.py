@@ -430,7 +430,7 @@ def test_csv_holds_long_texts_and_faults_are_named(tmp_path):
 def test_saving_that_fails_leaves_what_was_there(tmp_path):
     import datetime
 
-    plain = datasets.Dataset.from_dict({"when": [datetime.datetime(2020, 1, 2)], "b": [b"x"]})
+    plain = datasets.Dataset.from_dict({"when": [datetime.datetime(2020, 1, 2)], "b": [datetime.timedelta(seconds=1)]})
     plain.select_columns("when").to_parquet(str(tmp_path / "ok.parquet"))
     plain.to_parquet(str(tmp_path / "bad.parquet"))
     out = tmp_path / "x.jsonl"

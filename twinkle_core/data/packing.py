@@ -9,6 +9,7 @@ from typing import Any
 from twinkle_core.data.dataset import Dataset, DatasetMeta, Row
 from twinkle_core.data.groups import is_group
 from twinkle_core.errors import DataError
+from twinkle_core.types import MEDIA_FIELDS
 
 
 def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]]:
@@ -47,7 +48,8 @@ class PackingDataset(Dataset):
     """Encodes, and puts the rows into packs of at most ``max_length`` tokens, for ``InputProcessor(padding_free=True)``.
 
     Rows before ``encode`` are conversations, after it packs: ``input_ids``, ``labels`` and ``position_ids`` of several rows
-    one after the other (positions restart), with their lengths in ``seq_lens``. Other fields are left out.
+    one after the other (positions restart), with their lengths in ``seq_lens``; and pixels and grids of their images, with
+    ``row_counts``. Other fields are left out.
 
     Args:
         meta: as for ``Dataset``.
@@ -82,8 +84,16 @@ class PackingDataset(Dataset):
             return super()._row(index)
         rows = [super(PackingDataset, self)._row(i) for i in self.packs[index]]
         lens = [len(row["input_ids"]) for row in rows]
-        pack: Row = {name: [v for row in rows for v in row[name]] for name in ("input_ids", "labels")}
-        return {**pack, "position_ids": [p for n in lens for p in range(n)], "seq_lens": lens, "length": sum(lens)}
+        names = ["input_ids", "labels", *(["mm_token_type_ids"] if all("mm_token_type_ids" in row for row in rows) else [])]
+        pack: Row = {name: [v for row in rows for v in row[name]] for name in names}
+        pack.update(position_ids=[p for n in lens for p in range(n)], seq_lens=lens, length=sum(lens))
+        counts: dict[str, list[int]] = {}
+        for name in MEDIA_FIELDS:
+            values = [row.get(name) for row in rows]
+            if any(value is not None for value in values):
+                pack[name] = _joined([value for value in values if value is not None])
+                counts[name] = [0 if value is None else len(value) for value in values]
+        return {**pack, "row_counts": counts} if counts else pack
 
     def __iter__(self) -> Iterator[Row]:
         return super().__iter__() if self.packs is None else (self._row(i) for i in range(len(self)))
@@ -104,3 +114,9 @@ class PackingDataset(Dataset):
     def save_as(self, path: str | Path) -> Path:
         """Write the packs."""
         return super().save_as(path) if self.packs is None else Dataset(list(self)).save_as(path)
+
+
+def _joined(values: Sequence[Any]) -> Any:
+    import numpy as np
+
+    return np.concatenate([np.asarray(value) for value in values])

@@ -2,14 +2,19 @@
 
 Arrow gives every row of a column one type: a key that one conversation's tool arguments have would appear as None in all
 others, and 1 beside 1.5 would become 1.0. So rows that twinkle makes are kept as JSON text in one column, and only token ids
-beside it as integers. Tables that come typed already (csv, parquet, arrow) stay as they are until they are mapped.
+beside it as integers. What JSON lacks and rows with images need (bytes, pictures, arrays of several axes) lies in that text as
+base64, and comes back as it was; a picture upright. Tables that come typed already (csv, parquet, arrow) stay as they are until
+they are mapped.
 """
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from twinkle_core.errors import DataError, NeedsLibrary
@@ -19,6 +24,8 @@ if TYPE_CHECKING:
 
 #: The column of rows as JSON text; a table that has it was written by twinkle.
 ROW = "twinkle_row"
+#: The key of a value that JSON lacks, beside what it is.
+BINARY = "twinkle_binary"
 #: Lists of whole numbers that get a column of their own.
 IDS = ("input_ids", "labels")
 
@@ -73,7 +80,8 @@ def unpack(cells: Mapping[str, Any]) -> Row:
     """The cells of one table row to the row."""
     if ROW not in cells:
         return dict(cells)
-    row: Row = json.loads(cells[ROW])
+    text = cells[ROW]
+    row: Row = json.loads(text, object_hook=_restored) if BINARY in text else json.loads(text)
     row.update({name: cells[name] for name in IDS if cells.get(name) is not None})
     return row
 
@@ -215,9 +223,54 @@ def _types(values: Iterable[Any]) -> set[type]:
 
 
 def _plain(value: Any) -> Any:
-    """Arrays as lists, dates as text; anything else can't be kept in a table."""
+    """Arrays of one axis as lists, dates as text, and what ``_restored`` reads; nothing else can be kept in a table."""
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        return _binary("bytes", bytes(value))
+    if isinstance(value, PurePath):
+        return str(value)
+    if len(getattr(value, "shape", ())) > 1 and hasattr(value, "__array__"):
+        array = _numpy().ascontiguousarray(value)
+        if not array.dtype.hasobject:
+            return _binary("array", array.tobytes(), dtype=array.dtype.str, shape=list(array.shape))
+    if "PIL" in sys.modules and isinstance(value, sys.modules["PIL.Image"].Image):
+        return _binary("picture", _png(value))
     if hasattr(value, "tolist"):
         return value.tolist()
     if hasattr(value, "isoformat"):
         return value.isoformat()
     raise DataError.value("a data set's row", "a value", value, "something that JSON can hold (text, numbers, lists, mappings)")
+
+
+def _binary(what: str, data: bytes, **more: Any) -> dict[str, Any]:
+    return {BINARY: what, "data": base64.b64encode(data).decode("ascii"), **more}
+
+
+def _restored(value: dict[str, Any]) -> Any:
+    what = value.get(BINARY)
+    if what not in ("bytes", "array", "picture") or not isinstance(value.get("data"), str):
+        return value
+    data = base64.b64decode(value["data"])
+    if what == "array":
+        return _numpy().frombuffer(bytearray(data), dtype=value["dtype"]).reshape(value["shape"])
+    if what == "picture":
+        from PIL import Image
+
+        return Image.open(io.BytesIO(data))
+    return data
+
+
+def _png(picture: Any) -> bytes:
+    from PIL import ImageOps
+
+    picture = ImageOps.exif_transpose(picture)
+    if picture.mode not in ("1", "L", "LA", "P", "RGB", "RGBA", "I;16"):
+        picture = picture.convert("RGB")
+    out = io.BytesIO()
+    picture.save(out, format="PNG", compress_level=1)
+    return out.getvalue()
+
+
+def _numpy() -> Any:
+    import numpy
+
+    return numpy

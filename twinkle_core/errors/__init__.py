@@ -89,6 +89,7 @@ from twinkle_core.errors.names import UnknownName as UnknownName
 from twinkle_core.errors.names import WorkerMismatch as WorkerMismatch
 from twinkle_core.errors.names import WrongArgument as WrongArgument
 from twinkle_core.errors.templates import BadCompletion as BadCompletion
+from twinkle_core.errors.templates import BadMedia as BadMedia
 from twinkle_core.errors.templates import BadRow as BadRow
 from twinkle_core.errors.templates import NoChatTemplate as NoChatTemplate
 from twinkle_core.errors.templates import NoLabels as NoLabels

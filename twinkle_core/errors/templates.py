@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from twinkle_core.errors.base import TwinkleError, listed, meant
+from twinkle_core.errors.base import TwinkleError, listed, meant, shown
 
 
 class TemplateError(TwinkleError, ValueError):
@@ -41,6 +41,13 @@ class TemplateError(TwinkleError, ValueError):
         return cls(
             f"the model's chat template shows nothing of the row's 'tools' ({count}); the model would learn to call what "
             f"it does not see.\n    Remove 'tools' from the rows, or give a template that shows them as chat_template=…"
+        )
+
+    @classmethod
+    def unseen(cls, field: str, count: int) -> TemplateError:
+        return cls(
+            f"the row has {count} {field}, which this template does not show to the model.\n"
+            f"    For images and videos take template 'vision' and a model that sees; else remove '{field}' from the rows."
         )
 
     @classmethod
@@ -188,3 +195,95 @@ class PatchRefused(TwinkleError, ValueError):
     @classmethod
     def argument(cls, patch: str, name: str, value: object, way: str) -> PatchRefused:
         return cls(f"{patch}({name}={value!r}): it must be {way}.")
+
+
+class BadMedia(TemplateError):
+    """An image or a video of a conversation that can't be used as it is given."""
+
+    @classmethod
+    def here(cls, where: str, cause: str) -> BadMedia:
+        return cls(f"{where}: {cause}.")
+
+    @classmethod
+    def missing(cls, where: str, path: str) -> BadMedia:
+        return cls(f"{where}: there is no file '{shown(path)}'.\n    Relative paths count from the current folder.")
+
+    @classmethod
+    def remote(cls, where: str, address: str) -> BadMedia:
+        return cls(
+            f"{where}: '{shown(address)}' lies on a network, and encoding fetches nothing.\n"
+            f"    Download it first, and give its path or its bytes."
+        )
+
+    @classmethod
+    def unopened(cls, kind: str, where: str, source: object, cause: object) -> BadMedia:
+        what = f"'{shown(source)}'" if isinstance(source, str) or hasattr(source, "__fspath__") else type(source).__name__
+        return cls(f"{where}: {what} can't be read as {_ONE[kind]} ({shown(cause, 200)}).")
+
+    @classmethod
+    def kind(cls, kind: str, where: str, source: object) -> BadMedia:
+        forms = "a path, the bytes of a file, or a PIL picture" if kind == "image" else "a path or a list of frames"
+        what = "nothing" if source is None else f"a {type(source).__name__}"
+        return cls(f"{where}: {what} is no {kind}; give {forms}.")
+
+    @classmethod
+    def beside(cls, key: str, value: object) -> BadMedia:
+        return cls(f"'{key}' of a row is a list, one for each place in its messages, not a {type(value).__name__}.")
+
+    @classmethod
+    def count(cls, kind: str, key: str, mark: str, places: int, there: int) -> BadMedia:
+        more = f"\n    For a text that means the word {mark}, give it as a part: [{{'type': 'text', 'text': …}}]."
+        return cls(
+            f"the messages have {places} place{'s' if places != 1 else ''} for {_ONE[kind]} ({mark}, or a part without a "
+            f"source), and '{key}' has {there}.{more if places > there else ''}"
+        )
+
+    @classmethod
+    def unsaid(cls, turn: int) -> BadMedia:
+        return cls(f"message {turn} (assistant): it is an image or video without a text, so it has nothing to be trained.")
+
+    @classmethod
+    def token(cls, turn: int, role: object, token: str) -> BadMedia:
+        return cls(
+            f"message {turn} ({role}): its text holds {token}, which stands for the tokens of an image or video.\n"
+            f"    Remove it from the text, and give the image or video as a part or with a placeholder."
+        )
+
+    @classmethod
+    def shown_otherwise(cls, kind: str, there: int, given: int) -> BadMedia:
+        return cls(f"the chat template shows {there} {kind}(s) of the {given} that the conversation has.")
+
+    @classmethod
+    def processor(cls, cause: object) -> BadMedia:
+        return cls(f"the model's image processor refuses it: {shown(cause, 200)}.")
+
+    @classmethod
+    def no_places(cls, processor: str) -> BadMedia:
+        return cls(
+            f"{processor} does not say which characters it puts in place of an image, so labels can't be placed.\n"
+            f"    It takes transformers 5.24 or newer, and a processor that replaces a token for each image or video."
+        )
+
+    @classmethod
+    def no_times(cls, where: str) -> BadMedia:
+        return cls(
+            f"{where}: it has frames without 'fps', how many of them are shown in a second, and this model counts time.\n"
+            f"    Give it beside the frames: {{'type': 'video', 'video': […], 'fps': 2}}."
+        )
+
+    @classmethod
+    def no_split(cls, tokens: int, max_length: int) -> BadMedia:
+        return cls(
+            f"the row has {tokens} tokens, max_length is {max_length}, and truncation_strategy='split' does not cut rows with "
+            f"images: later pieces would speak of what they don't show.\n"
+            f"    Raise max_length, make images smaller, or choose 'left', 'right' or 'delete'."
+        )
+
+    @classmethod
+    def no_processor(cls, name: object, cause: object) -> BadMedia:
+        return cls(
+            f"no processor of images could be loaded from {name}: {cause}\n    For a model of texts take template 'chat'."
+        )
+
+
+_ONE = {"image": "an image", "video": "a video"}

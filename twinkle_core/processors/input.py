@@ -12,11 +12,11 @@ import torch
 
 from twinkle_core.contracts.processor import Processor
 from twinkle_core.errors import BadRow
-from twinkle_core.types import IGNORE_INDEX, InputFeature
+from twinkle_core.types import IGNORE_INDEX, MEDIA_FIELDS, InputFeature
 
 _MAX_ID = 2**31 - 1  # what embedding kernels index with
 _TOKEN_FIELDS = frozenset(("attention_mask", "position_ids"))  # one value a token, whatever their values
-_NOT_CARRIED = frozenset(("length", "seq_lens"))  # said by the mask, or made anew
+_NOT_CARRIED = frozenset(("length", "seq_lens", "row_counts", *MEDIA_FIELDS))  # said by the mask, or made anew
 
 
 class InputProcessor(Processor):
@@ -25,8 +25,9 @@ class InputProcessor(Processor):
     Fields of a batch: ``input_ids`` and ``position_ids`` ``[B, T]`` int64; ``labels`` ``[B, T]`` (aligned, -100 in padding)
     where the rows have them; ``attention_mask`` ``[B, T]`` int64, 1 real and 0 padding (padded batches only). Of the rows'
     other fields, those with one number for each token are padded with 0, numbers and arrays of one shape are stacked to ``[B,
-    …]``, and anything else becomes a list. Labels that are one number a row, or floats (targets of a regression), are stacked,
-    not padded.
+    …]``, and anything else becomes a list. Pixels, grids and times of images and videos (``MEDIA_FIELDS``), which a row may be
+    without, are put one after the other over all rows, and ``row_counts`` says how many entries each row has. Labels that
+    are one number a row, or floats (targets of a regression), are stacked, not padded.
 
     Args:
         padding_free: pack the rows into one sequence ``[1, T]`` with position ids that restart at 0 and ``seq_lens``, without
@@ -89,6 +90,7 @@ class InputProcessor(Processor):
                 raise BadRow.field(packed, "seq_lens", "says that the row is packed; use InputProcessor(padding_free=True)")
             batch = self._pad(tokens, lengths)
         batch.update(whole)
+        batch.update(join_media(rows, [len(piece) for piece in pieces] if self.padding_free else None))
         return batch  # type: ignore[return-value]
 
     def _pad(self, tokens: Mapping[str, list[torch.Tensor]], lengths: Sequence[int]) -> dict[str, Any]:
@@ -106,6 +108,59 @@ class InputProcessor(Processor):
             n = row.shape[0]
             target[slice(size - n, size) if self.padding_side == "left" else slice(0, n)] = row
         return out
+
+
+def join_media(rows: Sequence[Mapping[str, Any]], samples: Sequence[int] | None = None) -> dict[str, Any]:
+    """``MEDIA_FIELDS`` of all rows, each one after the other, and ``row_counts``; nothing where no row has any.
+
+    Args:
+        samples: how many samples each row holds, of which the counts are then; a row of several says theirs itself.
+
+    Raises:
+        BadRow: values that are no arrays of one kind.
+    """
+    joined: dict[str, Any] = {}
+    counts: dict[str, list[int]] = {}
+    for name in MEDIA_FIELDS:
+        parts: dict[int, torch.Tensor] = {}
+        for index, row in enumerate(rows):
+            if row.get(name) is not None:
+                parts[index] = _entries(index, name, row[name])
+        if not parts:
+            continue
+        first = next(iter(parts))
+        for index, part in parts.items():
+            if part.shape[1:] != parts[first].shape[1:]:
+                way = f"has entries of shape {list(part.shape[1:])}, row {first} has {list(parts[first].shape[1:])}"
+                raise BadRow.field(index, name, way)
+        joined[name] = torch.cat(list(parts.values()))
+        counts[name] = []
+        for index, row in enumerate(rows):
+            size = parts[index].shape[0] if index in parts else 0
+            counts[name] += _counts(index, row, name, size, samples[index] if samples else 1)
+    return {**joined, "row_counts": counts} if counts else {}
+
+
+def _entries(index: int, name: str, value: Any) -> torch.Tensor:
+    tensor = _tensor(index, name, value)
+    if name == "pixel_values" and tensor.dim() == 3:  # one picture [3, H, W]
+        tensor = tensor[None]
+    if tensor.dim() == 0 or tensor.dtype == torch.bool:
+        raise BadRow.field(index, name, f"is {list(tensor.shape)} of {tensor.dtype}; its first axis runs over its entries")
+    if name.endswith("grid_thw"):
+        if tensor.dim() != 2 or tensor.shape[1] != 3 or tensor.is_floating_point():
+            raise BadRow.field(index, name, f"is {list(tensor.shape)} of {tensor.dtype}, not whole numbers [n, 3] (t, h, w)")
+        return tensor.long()
+    return tensor.float() if tensor.dtype == torch.float64 else tensor
+
+
+def _counts(index: int, row: Mapping[str, Any], name: str, size: int, samples: int) -> list[int]:
+    if samples == 1 or size == 0:
+        return [size, *[0] * (samples - 1)]
+    told = [int(n) for n in (row.get("row_counts") or {}).get(name, ())]
+    if len(told) != samples or sum(told) != size:
+        raise BadRow.field(index, "row_counts", f"says {told} for the {size} entries of {name!r} in {samples} packed samples")
+    return told
 
 
 def _is_whole(value: Any) -> bool:

@@ -15,7 +15,7 @@ from twinkle_core.templates import truncate
 from twinkle_core.templates.labels import Span
 from twinkle_core.types import IGNORE_INDEX, InputFeature, Trajectory
 
-_TOKENIZER_FILES = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*.py")
+TOKENIZER_FILES = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*.py")
 
 
 class TextTemplate(Template):
@@ -61,16 +61,24 @@ class TextTemplate(Template):
         Raises:
             TemplateError: the text holds a lone surrogate, which JSON can spell.
         """
+        return self.labelled(self.encoded(text), spans)
+
+    def encoded(self, text: str) -> Any:
+        """The text's tokens and their places (``Encoding`` of the library tokenizers)."""
         backend = self.tokenizer.backend_tokenizer
         backend.no_truncation()
         backend.no_padding()
         try:
-            encoded = backend.encode(text, add_special_tokens=False)
+            return backend.encode(text, add_special_tokens=False)
         except TypeError as cause:
             place = next((k for k, letter in enumerate(text) if "\ud800" <= letter <= "\udfff"), None)
             if place is None:
                 raise
             raise TemplateError.half_character(text[max(0, place - 20) : place + 20]) from cause
+
+    @staticmethod
+    def labelled(encoded: Any, spans: Sequence[Span]) -> tuple[list[int], list[int]]:
+        """See ``tokenise``."""
         ids: list[int] = encoded.ids
         targets = [IGNORE_INDEX] * len(ids)
         places = range(len(ids))
@@ -85,17 +93,19 @@ class TextTemplate(Template):
             targets[first:last] = ids[first:last]
         return ids, targets
 
-    def rows(self, ids: list[int], targets: list[int]) -> InputFeature | list[InputFeature] | None:
+    def rows(
+        self, ids: list[int], targets: list[int], whole: Sequence[tuple[int, int]] = ()
+    ) -> InputFeature | list[InputFeature] | None:
         """What ``encode`` returns for training; see ``truncate.to_rows``."""
-        rows = truncate.to_rows(ids, targets, self.max_length, self.truncation_strategy)
+        rows = truncate.to_rows(ids, targets, self.max_length, self.truncation_strategy, whole)
         self.dropped += not rows
         if self.truncation_strategy == "split":
             return rows
         return rows[0] if rows else None
 
-    def prompt(self, ids: list[int]) -> InputFeature | None:
+    def prompt(self, ids: list[int], whole: Sequence[tuple[int, int]] = ()) -> InputFeature | None:
         """What ``encode`` returns for a prompt; see ``truncate.prompt_row``."""
-        row = truncate.prompt_row(ids, self.max_length, self.truncation_strategy)
+        row = truncate.prompt_row(ids, self.max_length, self.truncation_strategy, whole)
         self.dropped += row is None
         return row
 
@@ -151,7 +161,7 @@ class TextTemplate(Template):
 
 
 def _load(model_id: str | Path, label: str) -> Any:
-    folder = hub.resolve(model_id, allow_patterns=_TOKENIZER_FILES)
+    folder = hub.resolve(model_id, allow_patterns=TOKENIZER_FILES)
     try:
         from transformers import AutoTokenizer
     except ImportError as cause:

@@ -10,7 +10,7 @@ from twinkle_core.errors import NoChatTemplate, NoLabels, TemplateError
 from twinkle_core.templates import manners, parse
 from twinkle_core.templates.base import TextTemplate
 from twinkle_core.templates.labels import Locator, Span
-from twinkle_core.templates.messages import SHIELD, Style, Turn, normalise
+from twinkle_core.templates.messages import SHIELD, Style, Turn, normalise, refuse_media
 from twinkle_core.templates.roles import Roles
 from twinkle_core.templates.tools.forms import FORMS, schema_of
 from twinkle_core.types import InputFeature, Message, Trajectory
@@ -123,27 +123,29 @@ class ChatTemplate(TextTemplate):
             TemplateError: not a conversation; one that the chat template refuses or changes beyond recognition (RowTooLong,
                 NoLabels are kinds of it).
         """
-        if not self.use_chat_template:
-            ids = self._plain(trajectory, complete=not add_generation_prompt)
+        refuse_media(trajectory)
+        if self.use_chat_template:
+            ids, targets = self.tokenise(*self._written(trajectory, add_generation_prompt))
+        else:
+            ids = targets = self._plain(trajectory, complete=not add_generation_prompt)
             if not add_generation_prompt and len(ids) < 2 and self.truncation_strategy != "delete":
                 raise NoLabels.short(len(ids))
-            targets = ids
-        else:
-            messages, tools = self._normalise(trajectory)
-            if add_generation_prompt and messages[-1]["role"] == "assistant":
-                raise TemplateError.prompt()
-            text = self._shown(messages, tools, add_generation_prompt)
-            if not add_generation_prompt:
-                spans = self._spans(messages, tools, text)
-                text, spans = self._stopped(messages, text, spans)
-            else:
-                self._locator.check_tools(tools, text, messages, prompt=True)
-                spans = []
-            ids, targets = self.tokenise(text, spans)
         return self.prompt(ids) if add_generation_prompt else self.rows(ids, targets)
+
+    def _written(self, trajectory: Mapping[str, Any], add_generation_prompt: bool) -> tuple[str, list[Span]]:
+        """The text that is tokenised, and what of it the assistant wrote (nothing, in a prompt)."""
+        messages, tools = self._normalise(trajectory)
+        if add_generation_prompt and messages[-1]["role"] == "assistant":
+            raise TemplateError.prompt()
+        text = self._shown(messages, tools, add_generation_prompt)
+        if add_generation_prompt:
+            self._locator.check_tools(tools, text, messages, prompt=True)
+            return text, []
+        return self._stopped(messages, text, self._spans(messages, tools, text))
 
     def render(self, trajectory: Trajectory, *, add_generation_prompt: bool = False) -> str:
         """The text that ``encode`` tokenises."""
+        refuse_media(trajectory)
         if not self.use_chat_template:
             return self._plain_text(trajectory)
         messages, tools = self._normalise(trajectory)

@@ -173,6 +173,17 @@ def _thought(index: int, turn: Turn, enable_thinking: bool, inline: bool) -> Non
             turn["reasoning_content"] = thought
 
 
+def refuse_media(trajectory: Mapping[str, Any]) -> None:
+    """For templates of texts, which would leave them out in silence.
+
+    Raises:
+        TemplateError: the row has images, videos or audios beside its messages.
+    """
+    for field in ("images", "videos", "audios"):
+        if isinstance(trajectory, Mapping) and (given := trajectory.get(field)):
+            raise TemplateError.unseen(field, len(given) if hasattr(given, "__len__") else 1)
+
+
 def tools_of(trajectory: Mapping[str, Any]) -> list[Any] | None:
     """The tools of a conversation, which may be given as JSON text; None where it has none.
 

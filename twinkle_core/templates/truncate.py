@@ -21,7 +21,24 @@ def align(targets: Sequence[int]) -> list[int]:
     return [*targets[1:], IGNORE_INDEX]
 
 
-def to_rows(ids: list[int], targets: list[int], max_length: int, strategy: str) -> list[InputFeature]:
+def kept(size: int, max_length: int, strategy: str, whole: Sequence[tuple[int, int]] = ()) -> slice:
+    """Which tokens ``left`` or ``right`` keep of ``size``: at most ``max_length`` at one end.
+
+    Args:
+        whole: ranges of tokens that are kept or dropped as one, such as those of an image, in order. Where the cut would go
+            through one, it is dropped.
+    """
+    if size <= max_length:
+        return slice(0, size)
+    if strategy == "left":
+        cut = size - max_length
+        return slice(next((end for start, end in whole if start < cut < end), cut), size)
+    return slice(0, next((start for start, end in whole if start < max_length < end), max_length))
+
+
+def to_rows(
+    ids: list[int], targets: list[int], max_length: int, strategy: str, whole: Sequence[tuple[int, int]] = ()
+) -> list[InputFeature]:
     """Cut a row where it is too long, and align its labels.
 
     Args:
@@ -32,6 +49,7 @@ def to_rows(ids: list[int], targets: list[int], max_length: int, strategy: str) 
             answer then has no end token, and none is invented). ``split`` cuts into consecutive rows and loses no label: the
             last position of a piece still predicts the first token of the next; pieces with nothing to learn are left out.
             ``delete`` drops a longer row, and one with nothing to learn.
+        whole: see ``kept``, for ``left`` and ``right``.
 
     Returns:
         The rows: none only with ``delete``; several only with ``split``.
@@ -54,22 +72,25 @@ def to_rows(ids: list[int], targets: list[int], max_length: int, strategy: str) 
         labels = align(targets)
         pieces = [(ids[at : at + max_length], labels[at : at + max_length]) for at in range(0, size, max_length)]
         return [_row(piece, part) for piece, part in pieces if _trained(part)]
-    keep = slice(size - max_length, size) if strategy == "left" else slice(0, max_length)
+    keep = kept(size, max_length, strategy, whole)
     labels = align(targets[keep])
     if not _trained(labels):
         raise NoLabels.cut(size, max_length, strategy)
     return [_row(ids[keep], labels)]
 
 
-def prompt_row(ids: list[int], max_length: int, strategy: str) -> InputFeature | None:
-    """A row to generate from: no labels. It can't be cut in pieces, so ``split`` says what ``raise`` says."""
+def prompt_row(ids: list[int], max_length: int, strategy: str, whole: Sequence[tuple[int, int]] = ()) -> InputFeature | None:
+    """A row to generate from: no labels. It can't be cut in pieces, so ``split`` says what ``raise`` says; so do the others
+    where nothing would be left."""
     size = len(ids)
     if size > max_length:
         if strategy == "delete":
             return None
         if strategy in ("raise", "split"):
             raise RowTooLong(size, max_length, strategy)
-        ids = ids[size - max_length :] if strategy == "left" else ids[:max_length]
+        ids = ids[kept(size, max_length, strategy, whole)]
+        if not ids:
+            raise RowTooLong(size, max_length, strategy)
     return {"input_ids": ids, "length": len(ids)}
 
 

@@ -10,10 +10,13 @@ import torch
 from twinkle_core.contracts.loss import Loss
 from twinkle_core.errors import BadGroups, BadInputs
 from twinkle_core.train.limits import check_count
-from twinkle_core.types import IGNORE_INDEX, InputFeature
+from twinkle_core.types import IGNORE_INDEX, MEDIA_FIELDS, InputFeature
 
 #: outputs with one value (or vector) for each token, and what a shorter row is filled up with when batches are joined
 PER_TOKEN = {"logits": 0.0, "logps": 0.0, "entropies": 0.0, "predictions": IGNORE_INDEX, "hidden": 0.0, "values": 0.0}
+
+
+_COUNTED = frozenset((*MEDIA_FIELDS, "row_counts"))
 
 
 def is_collated(inputs: Any) -> bool:
@@ -50,10 +53,12 @@ def cut_batch(batch: Mapping[str, Any], rows: range) -> InputFeature:
     count = row_count(batch)
     if len(rows) == count:
         return dict(batch)  # type: ignore[return-value]
-    part: dict[str, Any] = {}
+    part = _cut_media(batch, rows)
     for key, value in batch.items():
+        if key in _COUNTED and "input_ids" in batch:
+            continue
         if isinstance(value, torch.Tensor) and value.dim() > 0:
-            # multimodal rotary positions are [3, B, T]
+            # multimodal rotary positions are [3 or 4, B, T]
             axis = 1 if key == "position_ids" and value.dim() == 3 else 0
             value = value.narrow(axis, rows.start, len(rows)) if value.shape[axis] == count else value
         elif isinstance(value, (list, tuple)) and len(value) == count:
@@ -62,15 +67,39 @@ def cut_batch(batch: Mapping[str, Any], rows: range) -> InputFeature:
     return part  # type: ignore[return-value]
 
 
+def _cut_media(batch: Mapping[str, Any], rows: range) -> dict[str, Any]:
+    """Pixels and grids of these rows, found by how many entries each row has: a field without any is left out."""
+    counts: dict[str, list[int]] = batch.get("row_counts") or {}
+    part: dict[str, Any] = {}
+    if "input_ids" not in batch:  # no tokens: pictures are rows, as any field
+        return part
+    for name in MEDIA_FIELDS:
+        value = batch.get(name)
+        if value is None:
+            continue
+        here = counts.get(name)
+        if here is None or len(here) != row_count(batch) or sum(here) != len(value):
+            raise BadInputs(
+                f"'{name}' of a collated batch has {len(value)} entries for {row_count(batch)} rows, and nothing says whose "
+                f"they are: give 'row_counts' {{'{name}': [entries of each row]}}, rows, or all in one micro-batch"
+            )
+        start = sum(here[: rows.start])
+        if size := sum(here[rows.start : rows.stop]):
+            part[name] = value[start : start + size]
+    if part:
+        part["row_counts"] = {name: list(counts[name][rows.start : rows.stop]) for name in part}
+    return part
+
+
 def _cut_packed(batch: Mapping[str, Any], rows: range) -> InputFeature:
     lengths = list(batch["seq_lens"])
     if len(rows) == len(lengths):
         return dict(batch)  # type: ignore[return-value]
     total = sum(lengths)
     start, stop = sum(lengths[: rows.start]), sum(lengths[: rows.stop])
-    part: dict[str, Any] = {"seq_lens": lengths[rows.start : rows.stop]}
+    part = {**_cut_media(batch, rows), "seq_lens": lengths[rows.start : rows.stop]}
     for key, value in batch.items():
-        if key == "seq_lens":
+        if key == "seq_lens" or key in _COUNTED:
             continue
         if isinstance(value, torch.Tensor) and value.dim() > 0:
             axis = next((i for i, size in enumerate(value.shape) if size == total and i > 0), None)

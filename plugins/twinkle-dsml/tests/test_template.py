@@ -354,3 +354,9 @@ def test_v32_developers():
 def test_v32_refuses(messages, why):
     with pytest.raises(TemplateError, match=why):
         v32(messages)
+
+
+def test_images_beside_the_messages_are_not_left_out_in_silence(small):
+    template = DSMLTemplate(small)
+    with pytest.raises(TemplateError, match="the row has 1 images, which this template does not show"):
+        template.encode({"messages": [user("hi"), assistant("yo")], "images": ["a.png"]})

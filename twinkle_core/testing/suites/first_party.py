@@ -31,13 +31,16 @@ from twinkle_core.metrics.train import TrainMetric
 from twinkle_core.patches.embedding import EmbeddingPatch
 from twinkle_core.patches.value_head import ValueHeadPatch
 from twinkle_core.processors.input import InputProcessor
+from twinkle_core.templates.vision import VisionTemplate
 from twinkle_core.testing.suites.loss import LossSuite
 from twinkle_core.testing.suites.metric import MetricSuite
 from twinkle_core.testing.suites.outputs import outputs_of, tiny_lm
 from twinkle_core.testing.suites.patch import PatchSuite, TinyModel
 from twinkle_core.testing.suites.processor import ProcessorSuite
 from twinkle_core.testing.suites.simple import SchedulerSuite
+from twinkle_core.testing.suites.template import TemplateSuite
 from twinkle_core.testing.toys import contrast_rows, logps_like, random_rows
+from twinkle_core.testing.vision import picture, vision_processor
 from twinkle_core.types import InputFeature, ModelOutput
 
 
@@ -297,3 +300,22 @@ class ValueHeadPatchSuite(PatchSuite):
         model = TinyModel()
         del model.module.value_head
         return model
+
+
+class VisionTemplateSuite(TemplateSuite):
+    """With a small processor; conversations of texts, as of any template, and one with images."""
+
+    component = VisionTemplate
+
+    def build(self, **options: Any) -> Any:
+        return super().build(**{"model_id": vision_processor("qwen2_5_vl"), **options})
+
+    def test_images_are_tokens_that_are_not_trained(self) -> None:
+        """As many tokens as the pixels make, none of them with a label."""
+        template = self.build()
+        parts = [{"type": "image", "image": picture(60, 40)}, {"type": "text", "text": "What is it?"}]
+        talk = {"messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": "A picture."}]}
+        row = template.encode(talk)
+        made, seen = int(row["image_grid_thw"].prod()) // 4, row["mm_token_type_ids"].count(1)
+        assert made == seen == 2 and len(row["pixel_values"]) == 4 * made
+        assert template.decode(row["labels"]) == "A picture.<|im_end|>"

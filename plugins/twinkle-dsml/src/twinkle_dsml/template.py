@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 
 from twinkle_core.errors import TemplateError
 from twinkle_core.templates.base import TextTemplate
-from twinkle_core.templates.messages import tools_of
+from twinkle_core.templates.messages import refuse_media, tools_of
 from twinkle_core.types import InputFeature, Message, Trajectory
 from twinkle_dsml import releases
 from twinkle_dsml.lenient import parse_lenient
@@ -115,6 +115,7 @@ class DSMLTemplate(TextTemplate):
         return self._rendered(trajectory, add_generation_prompt, context).text
 
     def _rendered(self, trajectory: Any, waits: bool, context: Sequence[Message]) -> Rendering:
+        refuse_media(trajectory)
         messages = trajectory.get("messages") if isinstance(trajectory, Mapping) else None
         if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
             raise TemplateError.shape(trajectory)

@@ -52,7 +52,8 @@ class PeftAdapters(AdapterStore):
     Args:
         module: the model. Its present ``requires_grad`` flags are what ``activate('')`` trains.
         precision: which types weights have; default: leave them as they are.
-        tokenizer: gives the tokenizer whose files belong beside a whole model's weights, or None.
+        tokenizer: gives the tokenizer, or what else has a ``save_pretrained``, whose files belong beside a whole model's
+            weights, or None.
     """
 
     def __init__(

@@ -24,7 +24,7 @@ from twinkle_transformers.attention import by_row
 from twinkle_transformers.generate import check_options, complete
 from twinkle_transformers.inputs import Fitted, fit, packs
 from twinkle_transformers.precision import NARROW, Precision
-from twinkle_transformers.probes import body_of, check_isolation, counts_from_zero, output_layer_of
+from twinkle_transformers.probes import body_of, caches, check_isolation, counts_from_zero, output_layer_of
 from twinkle_transformers.tree import text_config
 
 #: what is computed from labels, token by token
@@ -110,7 +110,7 @@ class TransformersEngine(LoopEngine):
         self.precision = precision
         self._facts = dict(facts or {})
         self._takes = frozenset(inspect.signature(module.forward).parameters) - {"labels", "use_cache"}
-        self._caches = "use_cache" in inspect.signature(module.forward).parameters
+        self._caches = caches(module)
         self._roads: dict[tuple[Any, ...], Any] = {}
         self._isolated: set[Any] = set()
         self._from_zero: bool | None = None  # whether its positions count so; asked once

@@ -11,9 +11,11 @@ import torch
 
 from twinkle_core.errors import BadArgument, BadGeneration, BadRow, ReservedArgument, WrongArgument
 from twinkle_core.names import closest
+from twinkle_core.processors.input import join_media
 from twinkle_core.train.limits import check_count
 from twinkle_core.types import InputFeature
 from twinkle_transformers.inputs import vocabulary_of
+from twinkle_transformers.vision import fit_media, token_types
 
 #: what ``complete`` itself gives to transformers
 _FILLED = frozenset({"inputs", "input_ids", "inputs_embeds", "attention_mask"})
@@ -90,12 +92,29 @@ def complete(
     settings = {"pad_token_id": pad, **options, "num_return_sequences": 1, "return_dict_in_generate": False}
     if not {"max_new_tokens", "max_length", "generation_config"} & set(settings):
         settings["max_new_tokens"] = 128
+    seen = _seen(module, rows, ids, mask)
     try:
         with drawing_from(generator, device):
-            made = module.generate(input_ids=ids, attention_mask=mask, **settings)[:, longest:].tolist()
+            made = module.generate(input_ids=ids, attention_mask=mask, **seen, **settings)[:, longest:].tolist()
     except (ValueError, TypeError) as error:
         raise BadGeneration(options, error) from error
     return [_until_end(row, ends, keep_end) for row in made]
+
+
+def _seen(module: Any, rows: Sequence[InputFeature], ids: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Images and videos of the prompts, and which tokens they are.
+
+    Raises:
+        BadRow: a row whose tokens and pixels differ, or pixels for a model that sees none.
+    """
+    media = join_media(rows)
+    batch: dict[str, Any] = {"input_ids": ids.cpu(), "attention_mask": mask.cpu(), **media}
+    fit_media(module, batch)
+    takes = inspect.signature(module.forward).parameters
+    seen = {name: value.to(ids.device) for name, value in media.items() if name in takes}
+    if seen and "mm_token_type_ids" in takes:
+        seen["mm_token_type_ids"] = token_types(module, batch).to(ids.device)
+    return seen
 
 
 def _prompt(index: int, row: Mapping[str, Any], vocabulary: int | None) -> list[int]:

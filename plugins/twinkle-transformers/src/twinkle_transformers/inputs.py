@@ -13,6 +13,7 @@ from twinkle_core.errors import BadInputs, BadRow, PackingLeaks
 from twinkle_core.ops.token_logps import check_labels
 from twinkle_core.types import IGNORE_INDEX, InputFeature
 from twinkle_transformers.tree import text_config, weight_of
+from twinkle_transformers.vision import fit_media
 
 
 class Fitted(Processor):
@@ -59,7 +60,8 @@ def reads_tokens(loss: Loss | None) -> bool:
 
 
 def fit(module: Any, batch: Mapping[str, Any], loss: Loss | None, first: int = 0) -> InputFeature:
-    """A batch as this model takes it: padding holds the model's own padding token, a packed sequence has no mask.
+    """A batch as this model takes it: padding holds the model's own padding token, a packed sequence has no mask, positions
+    are those of the images in it.
 
     Values are looked at where they are on the CPU alone: elsewhere one would wait for the device.
 
@@ -86,6 +88,7 @@ def fit(module: Any, batch: Mapping[str, Any], loss: Loss | None, first: int = 0
             _within(batch, "labels", known, count, first, way)
     if packs(fitted):
         _without_mask(module, fitted)
+    fit_media(module, fitted, first)
     return fitted  # type: ignore[return-value]
 
 

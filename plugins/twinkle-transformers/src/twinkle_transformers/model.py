@@ -112,13 +112,18 @@ class TransformersModel(SessionModel):
         engine = TransformersEngine(
             module, precision=precision, device=device, mesh=device_mesh, scaler=scaler, on_nonfinite=on_nonfinite, facts=facts
         )
-        adapters = PeftAdapters(module, precision, lambda: getattr(self.sessions[BASE].template, "tokenizer", None))
+        adapters = PeftAdapters(module, precision, lambda: _writer(self.sessions[BASE].template))
         super().__init__(engine, adapters)
 
     @property
     def module(self) -> Any:
         """The transformers model itself, peft's layers inside; in training mode at rest (call ``eval()`` to use it by hand)."""
         return self.adapters.module
+
+
+def _writer(template: Any) -> Any:
+    """What writes the files that belong beside a whole model's weights: a processor's, where the model sees."""
+    return template if hasattr(template, "save_pretrained") else getattr(template, "tokenizer", None)
 
 
 def _types(given: Mapping[str, Any]) -> dict[str, tuple[Any, type | tuple[type, ...], str]]:

@@ -13,6 +13,7 @@ from twinkle_core.errors import PackingLeaks
 from twinkle_core.train.loop_engine import evaluating
 from twinkle_transformers.precision import Precision
 from twinkle_transformers.tree import text_config
+from twinkle_transformers.vision import rope_index_of
 
 #: what configs call that which is done to logits after the output layer
 _AFTER_THE_LAYER = ("softcap", "logit_scale", "logits_scaling", "lm_head_multiplier")
@@ -54,6 +55,19 @@ def counts_from_zero(module: Any, precision: Precision, device: torch.device) ->
         alone = outputs_of(body(**inputs))
         told = outputs_of(body(**inputs, position_ids=torch.arange(ids.shape[1], device=device)[None]))
     return alone is None or told is None or not _differs(alone, told, alone.dtype)
+
+
+def caches(module: Any) -> bool:
+    """Whether the model keeps what generation needs unless ``use_cache=False`` says no. Some models that see hand the word on
+    without naming it; with a cache they don't tell packed samples apart."""
+    takes = inspect.signature(module.forward).parameters
+    if "use_cache" in takes:
+        return True
+    config: Any = getattr(module, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    generates = hasattr(module, "can_generate") and module.can_generate()
+    hands_on = any(p.kind is p.VAR_KEYWORD for p in takes.values())
+    return bool(generates and hands_on and getattr(text, "use_cache", False))
 
 
 def output_layer_of(module: Any, inputs: Mapping[str, Any]) -> bool:
@@ -124,8 +138,9 @@ def check_isolation(module: Any, takes: frozenset[str], precision: Precision, de
     def run(*rows: torch.Tensor) -> torch.Tensor:
         inputs: dict[str, Any] = {"input_ids": torch.cat(rows)[None]}
         if "position_ids" in takes and len(rows) > 1:
-            inputs["position_ids"] = positions
-        if "use_cache" in inspect.signature(module.forward).parameters:
+            several = rope_index_of(module) is not None  # positions of three axes, after the text's
+            inputs["position_ids"] = positions.expand(4, 1, -1) if several else positions
+        if caches(module):
             inputs["use_cache"] = False
         result = outputs_of(module(**inputs))
         if result is None:

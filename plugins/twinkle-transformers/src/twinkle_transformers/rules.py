@@ -17,6 +17,7 @@ from twinkle_core.errors import BadAdapter
 from twinkle_core.log import get_logger
 from twinkle_core.patches.heads import VALUE_HEAD
 from twinkle_transformers.tree import plain_modules
+from twinkle_transformers.vision import parts_that_see
 
 #: Methods that need more than layers in the model, and what they need.
 _NEEDS_MORE = {
@@ -94,7 +95,7 @@ def _tied(module: Any) -> bool:
 
 
 def check_config(name: str, config: Any, module: torch.nn.Module, others: Sequence[PeftConfig]) -> PeftConfig:
-    """A copy of the config, ready for peft.
+    """A copy of the config, ready for peft. Of a model that sees, ``all-linear`` means the language model alone.
 
     Raises:
         BadAdapter: it is no peft config, or an option of it can't be honoured; the text names the option.
@@ -133,6 +134,12 @@ def check_config(name: str, config: Any, module: torch.nn.Module, others: Sequen
             why = "can't hold the value head that the model has; undo the patch 'value_head', or take LoRA"
             raise BadAdapter(name, f"{type(config).__name__} {why}")
         config.modules_to_save = saved = [*saved, VALUE_HEAD]
+    if getattr(config, "target_modules", None) == "all-linear" and getattr(config, "exclude_modules", None) is None:
+        seeing = parts_that_see(module)
+        if seeing:  # peft itself would put an adapter on each layer of them
+            config.exclude_modules = rf"(?:{'|'.join(map(re.escape, seeing))})(?:\..*)?"
+            text = "adapter '%s': 'all-linear' leaves out %s; exclude_modules=[] takes them in"
+            get_logger("transformers").info(text, name, ", ".join(seeing))
     if str(getattr(config.task_type, "value", config.task_type)) in ("SEQ_CLS", "TOKEN_CLS"):  # as peft: the head is trained
         ends = {key.rpartition(".")[2] for key, _ in module.named_modules()}
         config.modules_to_save = saved + [m for m in ("classifier", "score") if m in ends and m not in saved] or None
