@@ -28,6 +28,7 @@ dataloader = DataLoader(dataset, batch_size=8, shuffle=True)  # groups; a batch 
 
 model = TransformersModel("AutoModel", model_id=args.model, mixed_precision="no")  # "bf16" on a GPU
 model.apply_patch("embedding", pooling=args.pooling)
+model.set_template(dataset.template)  # its tokenizer is saved with the model
 model.set_loss("infonce", temperature=0.05)  # the documents of other groups are negatives too
 model.set_optimizer("adamw", lr=1e-4)
 model.add_metric("loss", is_training=True)

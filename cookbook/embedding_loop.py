@@ -58,6 +58,7 @@ def main() -> None:
 
     model = TransformersModel("AutoModel", model_id=args.model, mixed_precision="no")
     model.apply_patch("embedding", pooling=args.pooling, normalize=True)
+    model.set_template(template)  # its tokenizer is saved with the model
     model.set_loss("infonce", temperature=0.05)
     model.set_optimizer("adamw", lr=1e-4)
     model.add_metric("loss")

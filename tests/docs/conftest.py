@@ -233,4 +233,4 @@ def pytest_generate_tests(metafunc):
 
 
 #: pages whose blocks take longer than a few seconds
-SLOW = {"README.md", "docs/contracts/model.md", "docs/quickstart.md", "docs/write_a_plugin.md"}
+SLOW = {"README.md", "docs/embeddings.md", "docs/contracts/model.md", "docs/quickstart.md", "docs/write_a_plugin.md"}

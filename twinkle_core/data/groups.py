@@ -2,8 +2,8 @@
 
 A group is a mapping of its members by role, ``{"positive": row, "negative": row}`` for a pair. It is one item of a data set, so
 that shuffling and batches keep it whole; a ``DataLoader`` gives out its rows one after the other, as losses over groups read
-them. Members are conversations before encoding and encoded rows after it; those of a group with an anchor are texts, ``{"text":
-…}``, which are encoded to be embedded.
+them. Members are conversations before encoding and encoded rows after it; those of a group with an anchor may be texts,
+``{"text": …}``, which are encoded to be embedded.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def encode(template: Template, item: Mapping[str, Any]) -> list[Mapping[str, Any
     if not is_group(item):
         return _as_list(template.encode(item))  # type: ignore[arg-type]
     group: dict[str, Any] = {}
-    one = _text if "anchor" in item else _one
+    one = _text if _of_texts(item) else _one
     for role in ROLES:
         value = item.get(role)
         if value is None:
@@ -65,7 +65,7 @@ def check(template: Template, item: Mapping[str, Any]) -> str | None:
     """Why ``encode`` would refuse an item."""
     if not is_group(item):
         return template.check(item)  # type: ignore[arg-type]
-    if "anchor" in item:
+    if _of_texts(item):
         try:
             encode(template, item)
         except TwinkleError as refusal:
@@ -79,6 +79,11 @@ def _one(template: Template, role: str, row: Any) -> Mapping[str, Any] | None:
     if len(rows) > 1:
         raise DataError.split_group(role, len(rows))
     return rows[0] if rows else None
+
+
+def _of_texts(item: Mapping[str, Any]) -> bool:
+    """Whether a group is to be embedded: an anchor that is no conversation."""
+    return "anchor" in item and not (isinstance(item["anchor"], Mapping) and "messages" in item["anchor"])
 
 
 def _text(template: Template, role: str, row: Any) -> Mapping[str, Any] | None:

@@ -1,4 +1,4 @@
-"""Tiny models for tests: a Llama with a toy tokenizer in a folder, and one linear layer that can be worked out by hand."""
+"""Tiny models for tests: a Llama and a BERT with toy tokenizers, and one linear layer that can be worked out by hand."""
 
 from __future__ import annotations
 
@@ -36,18 +36,25 @@ def tiny_config(**changes: Any) -> Any:
     return LlamaConfig(**{**sizes, **changes})
 
 
-def tiny_tokenizer() -> Any:
-    """Bytes as tokens, and the marks of a chat: ``<|endoftext|>`` 0, ``<|im_end|>`` 1, ``<|im_start|>`` 2."""
+def byte_tokenizer(marks: list[str]) -> Any:
+    """The backend of a tokenizer with these special tokens, numbered from 0, and one token for each byte."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
 
-    marks = ["<|endoftext|>", "<|im_end|>", "<|im_start|>"]
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: i for i, token in enumerate([*marks, *letters])}
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(marks)
+    return backend
+
+
+def tiny_tokenizer() -> Any:
+    """Bytes as tokens, and the marks of a chat: ``<|endoftext|>`` 0, ``<|im_end|>`` 1, ``<|im_start|>`` 2."""
+    from transformers import PreTrainedTokenizerFast
+
+    marks = ["<|endoftext|>", "<|im_end|>", "<|im_start|>"]
+    backend = byte_tokenizer(marks)
     make: Any = PreTrainedTokenizerFast  # transformers leaves it untyped
     tokenizer = make(tokenizer_object=backend, eos_token=marks[1], pad_token=marks[0])
     tokenizer.chat_template = CHAT_TEMPLATE
@@ -62,6 +69,36 @@ def write_tiny_llama(folder: Path | str, *, seed: int = 0, **changes: Any) -> Pa
         torch.manual_seed(seed)
         LlamaForCausalLM(tiny_config(**changes)).save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
+    return Path(folder)
+
+
+def write_tiny_bert(folder: Path | str, *, seed: int = 0, **changes: Any) -> Path:
+    """An encoder's folder as a hub would give it: a BERT of 2 layers, 32 wide, with random weights; bytes as tokens, and
+    ``[CLS] … [SEP]`` around a text."""
+    from tokenizers import processors
+    from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
+
+    marks = {"pad_token": "[PAD]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
+    backend = byte_tokenizer(list(marks.values()))
+    template: Any = processors.TemplateProcessing
+    backend.post_processor = template(single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 1), ("[SEP]", 2)])
+    sizes = {
+        "vocab_size": backend.get_vocab_size(),
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 512,
+        "pad_token_id": 0,
+        "initializer_range": 0.2,
+        "hidden_dropout_prob": 0.0,
+        "attention_probs_dropout_prob": 0.0,
+    }
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        BertModel(BertConfig(**{**sizes, **changes})).save_pretrained(folder)
+    make: Any = PreTrainedTokenizerFast  # transformers leaves it untyped
+    make(tokenizer_object=backend, **marks).save_pretrained(folder)
     return Path(folder)
 
 

@@ -180,9 +180,9 @@ def test_what_can_not_be_embedded_is_told():
         plain().encode_text("")
     with pytest.raises(DataError, match="row 0 is a group"):
         encoded(PackingDataset)
-    messages = Dataset([{"anchor": {"messages": []}, "positive": {"text": "b"}}])
+    messages = Dataset([{"anchor": {"text": "a"}, "positive": {"messages": []}}])
     messages.set_template(plain())
-    with pytest.raises(DataError, match="its 'anchor' is"):
+    with pytest.raises(DataError, match="its 'positive' is"):
         messages.encode()
 
     class Other(TextTemplate):
