@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +17,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from twinkle_core.contracts.adapters import BASE
 from twinkle_core.errors import BadAdapter
 from twinkle_multilora.backend import needed
-from twinkle_multilora.layers import Selection, SlotLinear
+from twinkle_multilora.layers import Draws, Selection, SlotLinear, number_of
 from twinkle_multilora.options import check_options, check_ranks, check_targets
 from twinkle_multilora.pool import LoraTenant, SlotPool
 
@@ -75,12 +77,15 @@ class SlotAdapters(ModelStore):
         self.selection = Selection()
         self.layers: dict[str, SlotLinear] = {}
         self._parameters: dict[str, dict[str, torch.nn.Parameter]] = {}  # by tenant
+        self._draws: dict[int, Draws] = {}  # by slot
         first = self.pool.slots[0].adapter_name
-        places = self._places(first, self._rehearse(first, rules.check_config(first, planned, module, [])))
+        planned = rules.check_config(first, planned, module, [])
+        copied = partial(tree.skeleton, module)
+        places = self._places(first, rehearse.rehearse(first, copied, _INNER, planned, type(module).__name__))
         base = set(module.parameters())
-        for key, place in places.items():
+        for number, (key, place) in enumerate(places.items()):
             sizes = (place.in_features, place.out_features)
-            layer = SlotLinear(module.get_submodule(key), sizes, self.selection, max_loras, max_r)
+            layer = SlotLinear(module.get_submodule(key), sizes, self.selection, max_loras, max_r, number)
             parent, _, child = key.rpartition(".")
             setattr(module.get_submodule(parent), child, layer)
             self.layers[key] = layer
@@ -127,16 +132,11 @@ class SlotAdapters(ModelStore):
         config = rules.check_config(name, config, self.module, [])
         check_options(name, config)
         check_ranks(name, config, self.pool.max_r)
-        trial = self._rehearse(name, config)
-        check_targets(name, self._places(name, trial), self.layers)
-        base = tree.plain_parameters(self.module)
-        reads = {key: base[key] for key in trial.reads}
-        if state is not None:
-            checkpoint.check_keys(trial.tensors, state, f"adapter '{name}'")
-        else:
-            rehearse.check_not_rounded(name, reads, self.precision)
-        with self.precision.as_stored(base.values(), set(reads.values())):
-            made = rehearse.inject(self._plain(False), _INNER, config, weightless=False)
+        with _unmoved():
+            made = self._try_out(name, config, fresh=state is None)
+            check_targets(name, self._places(name, made), self.layers)
+            if state is not None:
+                checkpoint.check_keys(made.tensors, state, f"adapter '{name}'")
         slot = self.pool.next_free()
         try:
             self._fill(name, slot, made, config)
@@ -153,14 +153,31 @@ class SlotAdapters(ModelStore):
         self._empty(name, slot)
         self.pool.give_back(name)
 
-    def _plain(self, weightless: bool) -> Any:
-        """A copy of the tree as it is without slots."""
-        copied = tree.skeleton(self.module, weightless)
+    def _plain(self) -> Any:
+        """A copy of the tree as it is without slots, over the same weights."""
+        copied = tree.skeleton(self.module, weightless=False)
         tree.unwrap(copied)
         return copied
 
-    def _rehearse(self, name: str, config: LoraConfig) -> Trial:
-        return rehearse.rehearse(name, self._plain, _INNER, config, type(self.module).__name__)
+    def _try_out(self, name: str, config: LoraConfig, fresh: bool) -> Trial:
+        """What plain peft would make of a config, numbers and all, on a copy of the tree that shares the base's weights.
+
+        Args:
+            fresh: whether its first numbers will be used.
+        """
+        base = tree.plain_parameters(self.module)
+        state = torch.get_rng_state()
+        reads: dict[str, torch.nn.Parameter] = {}
+        with rehearse.refusals(name, type(self.module).__name__):
+            with self.precision.as_stored(base.values(), ()):
+                made = rehearse.inject(self._plain(), _INNER, config, weightless=False)
+            reads = {key: base[key] for key in made.reads if base[key] in self.precision.narrowed}
+            if reads and fresh:  # it began from values that were left out
+                rehearse.check_not_rounded(name, reads, self.precision)
+                torch.set_rng_state(state)
+                with self.precision.as_stored(base.values(), set(reads.values())):
+                    made = rehearse.inject(self._plain(), _INNER, config, weightless=False)
+        return made
 
     def _places(self, name: str, trial: Trial) -> dict[str, Linear]:
         """What peft puts beside the base model's layers, by the layers' names.
@@ -182,19 +199,23 @@ class SlotAdapters(ModelStore):
         return found
 
     def _fill(self, name: str, slot: LoraTenant, made: Trial, config: LoraConfig) -> None:
-        parameters = {}
+        parameters: dict[str, torch.nn.Parameter] = {}
+        draws = self._draws[slot.index] = Draws(_seed(name))
         for key, source in self._places(name, made).items():
             layer = self.layers[key]
             dropout = getattr(source.lora_dropout[_INNER], "p", 0.0)
             weights = (source.lora_A[_INNER].weight.detach(), source.lora_B[_INNER].weight.detach())
-            layer.fill(slot.index, slot.adapter_name, *weights, scaling=source.scaling[_INNER], dropout=dropout)
+            scaling = source.scaling[_INNER]
+            layer.fill(slot.index, slot.adapter_name, *weights, scaling=scaling, dropout=dropout, draws=draws)
             part = layer.parts[slot.index]
             for which, parameter in (("lora_A", part.A), ("lora_B", part.B)):
-                parameters[f"{_PREFIX}{key}.{which}.weight"] = parameter.requires_grad_(not config.inference_mode)
+                parameter.requires_grad_(not config.inference_mode)
+                parameters[f"{_PREFIX}{key}.{which}.weight"] = parameter
         self._parameters[name] = parameters
 
     def _empty(self, name: str, slot: LoraTenant) -> None:
         self._parameters.pop(name, None)
+        self._draws.pop(slot.index, None)
         for layer in self.layers.values():
             layer.clear(slot.index, slot.adapter_name)
 
@@ -210,6 +231,19 @@ class SlotAdapters(ModelStore):
             yield
         finally:
             chosen.active, chosen.spans = found
+
+    def begin_pass(self) -> None:
+        """A training forward of the active adapter begins: its dropout draws anew."""
+        if self.selection.active is not None:
+            self._draws[self.selection.active].passes += 1
+
+    def training_state(self, name: str) -> dict[str, Any]:
+        return {} if self.known(name) == BASE else asdict(self._draws[self.pool.of(name).index])
+
+    def load_training_state(self, name: str, state: Mapping[str, Any]) -> None:
+        if name != BASE and {"seed", "passes"} <= state.keys():
+            draws = self._draws[self.pool.of(name).index]
+            draws.seed, draws.passes = state["seed"], state["passes"]
 
     # ------------------------------------------------------------------------------------------------ tensors
 
@@ -234,3 +268,21 @@ class SlotAdapters(ModelStore):
     def describe(self, name: str) -> dict[str, Any]:
         facts = super().describe(name)
         return {**facts, "slot": f"{self.slot(name).adapter_name} of {len(self.pool.slots)}"} if facts else facts
+
+
+@contextmanager
+def _unmoved() -> Iterator[None]:
+    """An exception inside leaves torch's random state as it was."""
+    state = torch.get_rng_state()
+    try:
+        yield
+    except BaseException:
+        torch.set_rng_state(state)
+        raise
+
+
+def _seed(name: str) -> int:
+    """A number that the tenant's name and the present random state give. That state isn't moved: what is drawn after a tenant
+    came is the same as after an adapter of plain peft's came."""
+    with torch.random.fork_rng(devices=[]):
+        return number_of(name, int(torch.randint(2**62, ())))

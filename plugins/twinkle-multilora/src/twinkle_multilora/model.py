@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from twinkle_core.runtime.dispatch import remote_class
 from twinkle_multilora.adapters import SlotAdapters
 from twinkle_multilora.backend import needed
+from twinkle_multilora.engine import SlotEngine
 from twinkle_multilora.manager import MultiLora
 from twinkle_multilora.pool import check_size
 
@@ -46,6 +47,8 @@ class MultiLoraTransformersModel(TransformersModel):
     """
 
     adapters: SlotAdapters
+    engine: SlotEngine
+    engine_cls = SlotEngine
 
     def __init__(
         self,
@@ -74,7 +77,7 @@ class MultiLoraTransformersModel(TransformersModel):
             grad_scaler_config=grad_scaler_config,
             **kwargs,
         )
-        self.engine.max_length = max_length
+        self.engine.max_length, self.engine.slots = max_length, self.adapters
         self.multi_lora = MultiLora(self, self.adapters.pool)
 
     def make_adapters(self, module: torch.nn.Module, precision: Precision, tokenizer: Callable[[], Any]) -> SlotAdapters:
