@@ -434,6 +434,21 @@ def test_narrow_weights_are_narrowed_and_adapters_are_not():
     assert model.forward_only(ROWS, adapter_name="b").logits.isfinite().all()
 
 
+def test_a_tenant_begins_the_same_after_the_base_was_narrowed():
+    """First weights are drawn in the type that the base is stored in, whatever forwards have made of it since."""
+    found = []
+    for forwards in (0, 1):
+        torch.manual_seed(0)
+        model = MultiLoraTransformersModel(config=tiny_config(), mixed_precision="bf16", max_loras=2, max_r=4)
+        model.multi_lora.acquire_lora("first", LoraConfig(r=2, target_modules=["q_proj"]))
+        for _ in range(forwards):
+            model.forward_only(ROWS, adapter_name="first")
+        torch.manual_seed(1)
+        model.multi_lora.acquire_lora("a", LoraConfig(r=4, target_modules="all-linear"))
+        found.append(weights(model, "a"))
+    assert all(torch.equal(v, found[1][k]) for k, v in found[0].items())
+
+
 def test_what_the_table_says(model):
     model.multi_lora.acquire_lora("a", CONFIG)
     table = model.get_train_configs(adapter_name="a")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from twinkle_core.runtime.dispatch import remote_class, remote_function
@@ -48,7 +47,7 @@ class MultiLora:
     def tenants(self) -> list[LoraTenant]:
         """All slots in order, held or free: copies of what is noted about them."""
         with self._model.turns:
-            return [replace(slot, tenant_config=copy.deepcopy(slot.tenant_config)) for slot in self._pool.slots]
+            return copy.deepcopy(self._pool.slots)
 
     @remote_function(dispatch="all", collect="first")
     def acquire_lora(self, name: str, config: Any, *, gradient_accumulation_steps: int | None = None) -> str:
