@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 
@@ -257,7 +258,7 @@ def test_a_model_is_complete_when_it_is_announced():
     seen = []
 
     class Later(SessionModel):
-        def __init__(self):
+        def __init__(self, size=3):
             module = ToyLinear()
             super().__init__(ToyEngine(module), ToyAdapters(module))
             self.manager = "there"
@@ -270,6 +271,8 @@ def test_a_model_is_complete_when_it_is_announced():
     with plugins.listening(Hook()):
         Later()
     assert seen == [("Later", "there")]
+    assert list(inspect.signature(Later).parameters) == ["size"]
+    assert list(inspect.signature(SessionModel).parameters) == ["engine", "adapters"]
 
 
 HOOKS = ["model_created", "before_step", "after_step", "metrics_logged", "checkpoint_saved", "checkpoint_loaded"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from abc import ABCMeta
 from typing import Any
 
@@ -19,6 +20,12 @@ class Announced(ABCMeta):
         model = super().__call__(*args, **kwargs)
         plugins.hooks().twinkle_model_created(model=model)
         return model
+
+    @property
+    def __signature__(cls) -> inspect.Signature:
+        """The constructor's, which ``inspect`` would not look for behind a ``__call__``."""
+        whole: Any = inspect.signature(cls.__init__)  # type: ignore[misc]
+        return whole.replace(parameters=list(whole.parameters.values())[1:])  # type: ignore[no-any-return]
 
 
 class SessionModel(UpdateVerbs, SetupVerbs, StorageVerbs, TwinkleModel, metaclass=Announced):
