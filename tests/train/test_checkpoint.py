@@ -853,3 +853,72 @@ def test_inspecting_sees_sizes_and_plain_data_but_weights_only_when_asked(tmp_pa
     with pytest.raises(CheckpointDamaged, match=r"rng.json.*missing"):
         checkpoint.inspect(path)
     checkpoint.inspect(path, resume_only_model=True)
+
+
+class Counting(ToyAdapters):
+    """Notes how often an adapter was active: something that training goes on from, beside weights."""
+
+    def __init__(self, module):
+        super().__init__(module)
+        self.counts = {}
+
+    def activate(self, name):
+        self.counts[name] = self.counts.get(name, 0) + 1
+        return super().activate(name)
+
+    def training_state(self, name):
+        return {"active": self.counts.get(name, 0)} if name else {}
+
+    def load_training_state(self, name, state):
+        self.counts[name] = state.get("active", 0)
+
+
+def counting(*adapters, store=Counting, **engine):
+    module = ToyLinear()
+    model = SessionModel(ToyEngine(module, **engine), store(module))
+    model.set_loss("mse")
+    for name in adapters:
+        model.add_adapter_to_model(name, 1.0)
+        model.set_optimizer("sgd", lr=0.1, adapter_name=name)
+    return model
+
+
+def test_what_a_store_keeps_beside_weights_is_resumed(tmp_path):
+    """With the optimizer, and only if there is something; a store that knows nothing of it takes the rest."""
+    model = counting("a", "b")
+    for _ in range(3):
+        model.forward_backward([row([5.0], [1])], adapter_name="a")
+    before = dict(model.adapters.counts)
+    assert before["a"] > 0
+    path = Path(model.save("c", tmp_path, adapter_name="a", save_optimizer=True))
+    assert json.loads((path / "adapter.json").read_text()) == {"active": before["a"]}
+    weights = Path(model.save("w", tmp_path, adapter_name="a"))
+    assert not (weights / "adapter.json").exists()
+    second = counting("a", "b")
+    second.resume_from_checkpoint(path, adapter_name="b")
+    assert second.adapters.counts["b"] == before["a"]
+    counting("a", store=ToyAdapters).resume_from_checkpoint(path, adapter_name="a")
+
+    plain = Path(counting("a", store=ToyAdapters).save("p", tmp_path, adapter_name="a", save_optimizer=True))
+    assert not (plain / "adapter.json").exists()
+    second.resume_from_checkpoint(plain, adapter_name="b")
+    assert second.adapters.counts["b"] == 0
+
+
+def test_a_scale_that_is_resumed_is_followed_by_other_windows(tmp_path):
+    """Resuming one adapter changes the scaler that all share; what another has gathered so far means what it meant."""
+
+    def made(scale=1024.0):
+        return counting("a", "b", store=ToyAdapters, scaler=torch.amp.GradScaler("cpu", init_scale=scale))
+
+    path = made(64.0).save("c", tmp_path, adapter_name="b", save_optimizer=True)
+    found = []
+    for resumes in (False, True):
+        model = made()
+        model.forward_backward([row([5.0], [1])], adapter_name="a", gradient_accumulation_steps=2)
+        if resumes:
+            model.resume_from_checkpoint(path, adapter_name="b")
+            assert model.engine.scaler.get_scale() == 64.0
+        model.forward_backward([row([4.0], [2])], adapter_name="a")
+        found.append((model.clip_grad_norm(1e9, adapter_name="a"), model.step(adapter_name="a")))
+    assert found[0] == found[1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 
@@ -250,6 +251,29 @@ def test_metrics_are_a_copy_that_cannot_be_changed(caplog):
 
 
 # ------------------------------------------------------------------------------------------------ failing listeners
+
+
+def test_a_model_is_complete_when_it_is_announced():
+    """Also one whose class does more after its base's constructor."""
+    seen = []
+
+    class Later(SessionModel):
+        def __init__(self, size=3):
+            module = ToyLinear()
+            super().__init__(ToyEngine(module), ToyAdapters(module))
+            self.manager = "there"
+
+    class Hook:
+        @hookimpl
+        def twinkle_model_created(self, model):
+            seen.append((type(model).__name__, model.manager))
+
+    with plugins.listening(Hook()):
+        Later()
+    assert seen == [("Later", "there")]
+    assert list(inspect.signature(Later).parameters) == ["size"]
+    assert list(inspect.signature(SessionModel).parameters) == ["engine", "adapters"]
+
 
 HOOKS = ["model_created", "before_step", "after_step", "metrics_logged", "checkpoint_saved", "checkpoint_loaded"]
 

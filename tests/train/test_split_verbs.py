@@ -12,6 +12,7 @@ from twinkle_core.errors import (
     BadAdapter,
     DuplicateAdapter,
     LabelsMissing,
+    LoraDisabled,
     NoForward,
     NoTemplate,
     NotInForward,
@@ -469,3 +470,85 @@ def test_generate_needs_a_template_and_decodes_with_it():
     assert model.generate(conversation, times=2) == ["`cba`cba"]
     with pytest.raises(WrongArgument, match=r"Echo.generate has no parameter 'time'. Did you mean 'times'"):
         model.generate(conversation, time=2)
+
+
+# ------------------------------------------------------------------------------------------------ contexts
+
+
+def test_a_disabled_context_is_the_session_over_the_base_model():
+    """Of one adapter; the innermost context of that adapter counts; what would train is refused before anything changes."""
+    model, module = tenants()
+    model.add_metric("loss", False, adapter_name="a")
+    with model.adapter("a", disable_lora=True):
+        assert model.forward_only(point(1, 4))["values"].item() == 2.0
+        assert model.forward_only(point(1, 4), adapter_name="b")["values"].item() == 1.0
+        assert model.calculate_metric(False) == {}
+        with pytest.raises(ZeroDivisionError), model.adapter("a", disable_lora=True):
+            raise ZeroDivisionError
+        assert model.forward_only(point(1, 4))["values"].item() == 2.0
+        with model.adapter("a"):
+            assert model.forward_only(point(1, 4))["values"].item() == 5.0
+        assert model.forward(point(1, 4))["values"].item() == 2.0
+        assert model.calculate_loss() == 4.0
+        for verb in (model.backward, lambda: model.forward_backward(point(1, 4))):
+            with pytest.raises(LoraDisabled, match="adapter 'a'"):
+                verb()
+    with pytest.raises(LoraDisabled):  # that forward was the base model's, wherever its backward is asked for
+        model.backward(adapter_name="a")
+    assert model.sessions["a"].window.count == 0 and module.active == ""
+    model.forward_backward(point(1, 4), adapter_name="a")
+    assert module.lora["a"]["B"].grad == 2.0
+
+
+def test_a_disabled_context_of_the_base_model_is_the_base_model():
+    model, module = tenants()
+    with model.adapter("", disable_lora=True):
+        assert model.forward_only(point(1, 4))["values"].item() == 2.0
+    assert module.active == ""
+
+
+class Aliases(ToyAdapters):
+    """Calls the adapter 'a' 'slot' as well."""
+
+    def known_as(self, name):
+        return "a" if name == "slot" and "a" in self.module.lora else name
+
+
+def test_a_store_may_know_an_adapter_by_another_name():
+    """Verbs and contexts take it; the session is one."""
+    module = ToyLinear()
+    model = SessionModel(ToyEngine(module), Aliases(module))
+    with pytest.raises(UnknownAdapter):
+        model.forward_only(point(1, 4), adapter_name="slot")
+    model.add_adapter_to_model("a", 3)
+    model.add_adapter_to_model("b", -1)
+    model.set_loss("mse", adapter_name="slot")
+    model.forward_backward(point(1, 4), adapter_name="a")
+    with model.adapter("slot"):
+        model.forward_backward(point(1, 4))
+    assert model.sessions["a"].window.count == 2
+    with model.adapter("slot", disable_lora=True):
+        assert model.forward_only(point(1, 4), adapter_name="a")["values"].item() == 2.0
+    model.remove_adapter("slot")
+    assert list(model.sessions) == ["", "b"]
+
+
+def test_several_calls_may_be_one_turn():
+    """``with model.turns``: a call of another thread waits until all are done."""
+    model, _ = tenants()
+    seen = []
+
+    def other():
+        model.forward_only(point(1, 4), adapter_name="b")
+        seen.append("other")
+
+    with model.turns:
+        thread = threading.Thread(target=other)
+        thread.start()
+        while not model.turns.waiting:
+            time.sleep(0.001)
+        for _ in range(3):
+            model.forward_only(point(1, 4), adapter_name="a")
+            seen.append("mine")
+    thread.join(timeout=30)
+    assert seen == ["mine"] * 3 + ["other"]

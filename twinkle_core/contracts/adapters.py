@@ -65,9 +65,22 @@ class AdapterStore(ABC):
     def read(self, name: str, folder: Path) -> dict[str, torch.Tensor]:
         """The tensors that ``write`` wrote, for ``load_state_dict``. Changes nothing."""
 
+    def known_as(self, name: str) -> str:
+        """The name of the live adapter that is also called so (by its slot's name, where a store has slots); ``name`` itself
+        where there is no such adapter."""
+        return name
+
     def check_compatible(self, name: str, folder: Path) -> None:  # noqa: B027  (optional)
         """Raise CheckpointMismatch if the weights in ``folder`` would compute something else in this adapter than in the one
         they were saved from, though keys and shapes are the same (a scale, a method). Called before anything is loaded."""
+
+    def training_state(self, name: str) -> dict[str, Any]:
+        """What training of an adapter goes on from, beside its weights: plain numbers (a count of random draws). It is saved
+        with the optimizer."""
+        return {}
+
+    def load_training_state(self, name: str, state: Mapping[str, Any]) -> None:  # noqa: B027  (optional)
+        """Put back ``training_state``. ``state`` may be of another kind of store, or of none: take what is known."""
 
     def describe(self, name: str) -> dict[str, Any]:
         """Facts for ``get_train_configs``: rank, alpha, targets."""

@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
+import inspect
+from abc import ABCMeta
 from typing import Any
 
 from twinkle_core import plugins
-from twinkle_core.contracts.adapters import AdapterStore
-from twinkle_core.contracts.engine import Engine
 from twinkle_core.contracts.model import TwinkleModel
 from twinkle_core.train.setup import SetupVerbs
 from twinkle_core.train.storage import StorageVerbs
 from twinkle_core.train.update import UpdateVerbs
 
 
-class SessionModel(UpdateVerbs, SetupVerbs, StorageVerbs, TwinkleModel):
+class Announced(ABCMeta):
+    """Classes whose models are announced once they are complete: when the constructor of the outermost class is through."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        model = super().__call__(*args, **kwargs)
+        plugins.hooks().twinkle_model_created(model=model)
+        return model
+
+    @property
+    def __signature__(cls) -> inspect.Signature:
+        """The constructor's, which ``inspect`` would not look for behind a ``__call__``."""
+        whole: Any = inspect.signature(cls.__init__)  # type: ignore[misc]
+        return whole.replace(parameters=list(whole.parameters.values())[1:])  # type: ignore[no-any-return]
+
+
+class SessionModel(UpdateVerbs, SetupVerbs, StorageVerbs, TwinkleModel, metaclass=Announced):
     """A model over an engine (how to compute) and a store (whose weights). A backend derives from it and adds a constructor.
 
     ``forward.py`` computes, ``update.py`` closes windows, ``setup.py`` sets up and reports, ``storage.py`` saves and loads.
@@ -22,10 +37,6 @@ class SessionModel(UpdateVerbs, SetupVerbs, StorageVerbs, TwinkleModel):
         engine: how to compute.
         adapters: whose weights.
     """
-
-    def __init__(self, engine: Engine, adapters: AdapterStore) -> None:
-        super().__init__(engine, adapters)
-        plugins.hooks().twinkle_model_created(model=self)
 
     @property
     def module(self) -> Any:

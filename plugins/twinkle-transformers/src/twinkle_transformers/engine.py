@@ -22,7 +22,7 @@ from twinkle_core.train.session import Session
 from twinkle_core.types import InputFeature, ModelOutput
 from twinkle_transformers.attention import by_row
 from twinkle_transformers.generate import check_options, complete
-from twinkle_transformers.inputs import Fitted, fit, packs
+from twinkle_transformers.inputs import Fitted, check_length, fit, packs
 from twinkle_transformers.precision import NARROW, Precision
 from twinkle_transformers.probes import body_of, caches, check_isolation, counts_from_zero, output_layer_of
 from twinkle_transformers.tree import text_config
@@ -94,6 +94,8 @@ class TransformersEngine(LoopEngine):
 
     capabilities = frozenset({SPLIT_STEP, GENERATE})
     module: Any
+    #: the longest row that is taken, in tokens; None: any
+    max_length: int | None = None
 
     def __init__(
         self,
@@ -132,6 +134,7 @@ class TransformersEngine(LoopEngine):
             BadInputs, BadRow, BadLabels, PackingLeaks
         """
         loss = session.loss
+        check_length(rows, self.max_length)
         if isinstance(rows, Mapping):
             rows = self._fit(rows, loss)
         else:

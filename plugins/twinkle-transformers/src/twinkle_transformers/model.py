@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 
@@ -20,6 +20,7 @@ from twinkle_transformers import load
 from twinkle_transformers.adapters import PeftAdapters
 from twinkle_transformers.engine import TransformersEngine
 from twinkle_transformers.precision import Mixed, Precision
+from twinkle_transformers.store import ModelStore
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -61,7 +62,9 @@ class TransformersModel(SessionModel):
         ModelNotLoaded, and what ``hub.resolve`` raises.
     """
 
-    adapters: PeftAdapters
+    adapters: ModelStore
+    engine: TransformersEngine
+    engine_cls: ClassVar[type[TransformersEngine]] = TransformersEngine
 
     def __init__(
         self,
@@ -92,7 +95,7 @@ class TransformersModel(SessionModel):
         scaler = _scaler(precision, device, grad_scaler_config)
         module = load.load_model(
             owner,
-            frozenset(inspect.signature(TransformersModel).parameters) - {"kwargs"},
+            frozenset(p for cls in (TransformersModel, type(self)) for p in inspect.signature(cls).parameters) - {"kwargs"},
             model_cls=model_cls,
             model_id=model_id,
             config=config,
@@ -109,11 +112,15 @@ class TransformersModel(SessionModel):
             "strategy": f"{strategy} (one process: not wrapped)",
             "gradient_checkpointing": bool(gradient_checkpointing),
         }
-        engine = TransformersEngine(
+        engine = self.engine_cls(
             module, precision=precision, device=device, mesh=device_mesh, scaler=scaler, on_nonfinite=on_nonfinite, facts=facts
         )
-        adapters = PeftAdapters(module, precision, lambda: _writer(self.sessions[BASE].template))
+        adapters = self.make_adapters(module, precision, lambda: _writer(self.sessions[BASE].template))
         super().__init__(engine, adapters)
+
+    def make_adapters(self, module: torch.nn.Module, precision: Precision, tokenizer: Callable[[], Any]) -> ModelStore:
+        """The store of adapters over a model that has just been loaded. A subclass may have one of another kind."""
+        return PeftAdapters(module, precision, tokenizer)
 
     @property
     def module(self) -> Any:
