@@ -117,6 +117,7 @@ from twinkle_core.errors.training import NotInForward as NotInForward
 from twinkle_core.errors.training import NotInOptimizer as NotInOptimizer
 from twinkle_core.errors.training import NoTrainableParameters as NoTrainableParameters
 from twinkle_core.errors.training import RowsChanged as RowsChanged
+from twinkle_core.errors.training import RowsDisagree as RowsDisagree
 from twinkle_core.errors.training import Unsupported as Unsupported
 from twinkle_core.errors.training import WindowNotStepped as WindowNotStepped
 from twinkle_core.errors.training import WindowSizeChanged as WindowSizeChanged
