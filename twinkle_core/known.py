@@ -57,6 +57,7 @@ KNOWN = {
     ("optimizer", "rmsprop"): ("RMSprop", "twinkle-core", "0.1.0"),
     ("optimizer", "rprop"): ("Rprop", "twinkle-core", "0.1.0"),
     ("optimizer", "sgd"): ("SGD", "twinkle-core", "0.1.0"),
+    ("patch", "fast_lora"): ("FastLora", "twinkle-transformers", "0.1.0"),
     ("preprocessor", "alpaca"): ("AlpacaProcessor", "twinkle-core", "0.1.0"),
     ("preprocessor", "messages"): ("MessagesProcessor", "twinkle-core", "0.1.0"),
     ("preprocessor", "self_cognition"): ("SelfCognitionProcessor", "twinkle-core", "0.1.0"),

@@ -2,8 +2,8 @@
 
     y = x W^T + bias + s (d(x) A^T) B^T,    d: the adapter's dropout, s: its scale
 
-Written as autograd would do it, a layer keeps x, d(x), the output of A, that of B and scaled copies of it, and passes over the
-output five times. Here x (or d(x) where there is dropout) and A d(x) are kept, and low-rank products are added in place:
+Written as layers of their own, the output of B, its product with s and the sum are three more tensors as large as the output,
+and as many gradients. Here low-rank products are added in place, and x (or d(x), where there is dropout) and A d(x) are kept:
 
     dx = g W + d'(s (g B) A),   dA = s (g B)^T d(x),   dB = s g^T (d(x) A^T)
 

@@ -19,6 +19,7 @@ from twinkle_core.train.verbs import SessionModel
 from twinkle_transformers import load
 from twinkle_transformers.adapters import PeftAdapters
 from twinkle_transformers.engine import TransformersEngine
+from twinkle_transformers.patches.fast_lora import FastLora
 from twinkle_transformers.precision import Mixed, Precision
 
 if TYPE_CHECKING:
@@ -52,6 +53,8 @@ class TransformersModel(SessionModel):
         grad_scaler_config: arguments of ``torch.amp.GradScaler`` under ``fp16``; ``init_scale`` is 64 if it isn't said.
         gradient_checkpointing: True trades time for memory; None and False leave it off.
         on_nonfinite: what NaN or infinite gradients do: ``raise``, or ``skip`` the update. The fp16 scaler always skips.
+        fast: compute plain LoRA layers leaner than peft does, equal to rounding (the patch ``fast_lora``); False leaves peft's
+            own code at work.
         remote_group: where the model lives under a remote runtime; without effect in local mode.
         kwargs: for ``from_pretrained`` or ``from_config``, and single values of the config. ``trust_remote_code`` is off by
             default.
@@ -78,6 +81,7 @@ class TransformersModel(SessionModel):
         *,
         gradient_checkpointing: bool | None = None,
         on_nonfinite: Literal["raise", "skip"] = "raise",
+        fast: bool = True,
         remote_group: str | None = None,
         **kwargs: Any,
     ) -> None:
@@ -114,6 +118,8 @@ class TransformersModel(SessionModel):
         )
         adapters = PeftAdapters(module, precision, lambda: getattr(self.sessions[BASE].template, "tokenizer", None))
         super().__init__(engine, adapters)
+        if fast:
+            self.apply_patch(FastLora)
 
     @property
     def module(self) -> Any:
@@ -137,6 +143,7 @@ def _types(given: Mapping[str, Any]) -> dict[str, tuple[Any, type | tuple[type, 
         "grad_scaler_config": mapping,
         "memory_efficient_init": flag,
         "gradient_checkpointing": flag,
+        "fast": flag,
     }
     return {name: (given[name], types, words) for name, (types, words) in wanted.items()}
 
