@@ -57,7 +57,7 @@ def calls(monkeypatch):
 
 
 def trained(built, steps=3, calls=()):
-    """Losses, gradient norms and weights of a few steps; ``calls`` without those of the first run, which asks the model things."""
+    """Losses, gradient norms and weights of a few steps; ``calls`` without those of a first run (it asks a model things)."""
     built.forward_only(inputs=ROWS, adapter_name="a")
     if calls:
         calls.clear()
