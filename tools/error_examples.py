@@ -305,6 +305,9 @@ entry(
 entry(e.UnknownAdapter("defualt", "default", ["default", "other"]), e.UnknownAdapter("default", None, []))
 entry(e.WhichAdapter(["a", "b"]))
 entry(e.DuplicateAdapter("default"))
+entry(e.LoraDisabled("forward_backward", "default"))
+entry(e.SlotsFull("c", 2, ["a", "b"]))
+entry(e.RankTooLarge("c", "r", 16, 8))
 entry(
     e.BadAdapter("default", "target_modules {'q_prj'} match no module of the model"),
     way="Correct the name or the configuration; the model is as it was.",

@@ -17,7 +17,6 @@ TARGET = ROOT / "twinkle_core" / "known.py"
 PLANNED = {
     ("model", "megatron"): ("MegatronModel", "twinkle-megatron"),
     ("model", "multi_lora_megatron"): ("MultiLoraMegatronModel", "twinkle-multilora"),
-    ("model", "multi_lora_transformers"): ("MultiLoraTransformersModel", "twinkle-multilora"),
     ("runtime", "ray"): ("RayRuntime", "twinkle-ray"),
 }
 PLANNED_SINCE = "0.1.0"

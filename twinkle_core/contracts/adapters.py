@@ -65,6 +65,11 @@ class AdapterStore(ABC):
     def read(self, name: str, folder: Path) -> dict[str, torch.Tensor]:
         """The tensors that ``write`` wrote, for ``load_state_dict``. Changes nothing."""
 
+    def known_as(self, name: str) -> str:
+        """The name of the live adapter that is also called so (by its slot's name, where a store has slots); ``name`` itself
+        where there is no such adapter."""
+        return name
+
     def check_compatible(self, name: str, folder: Path) -> None:  # noqa: B027  (optional)
         """Raise CheckpointMismatch if the weights in ``folder`` would compute something else in this adapter than in the one
         they were saved from, though keys and shapes are the same (a scale, a method). Called before anything is loaded."""

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from twinkle_core.errors.adapters import BadAdapter as BadAdapter
 from twinkle_core.errors.adapters import DuplicateAdapter as DuplicateAdapter
+from twinkle_core.errors.adapters import LoraDisabled as LoraDisabled
+from twinkle_core.errors.adapters import RankTooLarge as RankTooLarge
+from twinkle_core.errors.adapters import SlotsFull as SlotsFull
 from twinkle_core.errors.adapters import UnknownAdapter as UnknownAdapter
 from twinkle_core.errors.adapters import WhichAdapter as WhichAdapter
 from twinkle_core.errors.backends import BadGeneration as BadGeneration

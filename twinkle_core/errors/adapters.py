@@ -39,6 +39,26 @@ class WhichAdapter(TwinkleError, ValueError):
         )
 
 
+class LoraDisabled(TwinkleError, RuntimeError):
+    """A backward where the adapter takes no part. Nothing was changed."""
+
+    def __init__(self, verb: str, adapter: str) -> None:
+        super().__init__(
+            f"{verb}() of {whose(adapter)} has nothing to go back through: its forward is inside adapter(..., "
+            f"disable_lora=True), so the base model alone takes part.\n    call it outside, or use forward_only() there"
+        )
+
+
+class SlotsFull(TwinkleError, RuntimeError):
+    """A pool of adapters without a free slot. Nothing was changed."""
+
+    def __init__(self, adapter: str, size: int, live: Iterable[str]) -> None:
+        super().__init__(
+            f"adapter '{adapter}' can't be made: the pool of {size} is full. It holds {listed(live)}.\n"
+            f"    release one (multi_lora.release_lora, remove_adapter), or build the model with a larger max_loras"
+        )
+
+
 class DuplicateAdapter(TwinkleError, ValueError):
     """A second adapter of one name. The live one is untouched."""
 
@@ -51,3 +71,17 @@ class BadAdapter(TwinkleError, ValueError):
 
     def __init__(self, name: str, why: str) -> None:
         super().__init__(f"adapter '{name}' can't be made: {why}")
+
+
+class RankTooLarge(BadAdapter, RuntimeError):
+    """A rank that no slot of a pool can hold. Nothing was changed.
+
+    ``where``: ``r``, or which entry of ``rank_pattern``.
+    """
+
+    def __init__(self, adapter: str, where: str, rank: int, max_r: int) -> None:
+        super().__init__(
+            adapter,
+            f"{where}={rank} is more than max_r={max_r}, the rank that each slot of this model was built with.\n"
+            f"    take a smaller rank, or build the model with max_r={rank}",
+        )

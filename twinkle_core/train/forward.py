@@ -9,11 +9,18 @@ from typing import Any
 import torch
 
 from twinkle_core import arguments
-from twinkle_core.contracts.adapters import BASE
 from twinkle_core.contracts.engine import GENERATE, Batch
 from twinkle_core.contracts.metric import Metric
 from twinkle_core.contracts.model import Inputs
-from twinkle_core.errors import EmptyBatch, NoForward, NoTemplate, NotInForward, NoTrainableParameters, Unsupported
+from twinkle_core.errors import (
+    EmptyBatch,
+    LoraDisabled,
+    NoForward,
+    NoTemplate,
+    NotInForward,
+    NoTrainableParameters,
+    Unsupported,
+)
 from twinkle_core.log import get_logger
 from twinkle_core.train import limits, losses, micro, normalise, optim
 from twinkle_core.train.prepare import count_rows
@@ -57,10 +64,11 @@ class ForwardVerbs(Sessions):
         labelled = losses.has_labels(rows)
         needs = losses.engine_needs(loss, session.metrics[True], logits=return_logits, labelled=labelled)
         (batch,) = self.engine.prepare(self._resolved(session), rows)
-        with self.adapters.activate(session.name):
+        active = self._active(session)
+        with self.adapters.activate(active):
             output = self.engine.forward(batch, needs, train=True, temperature=temperature, task=task)
         session.pending.pop(False, None)  # calculate_loss means the last forward there is
-        session.pending[True] = [Pending(batch, output, session.name, train=True)]
+        session.pending[True] = [Pending(batch, output, active, train=True)]
         return _shown(output, return_logits)
 
     @one_at_a_time
@@ -91,11 +99,11 @@ class ForwardVerbs(Sessions):
         loss = self._loss(session)
         rows = self._encode(session, inputs)
         labelled = losses.has_labels(rows)
-        metrics = [] if disable_lora else [m for m in session.metrics[False] if labelled or not m.needs]
+        active = self._active(session, disable_lora)
+        metrics = [] if active != session.name else [m for m in session.metrics[False] if labelled or not m.needs]
         needs = losses.engine_needs(loss, metrics, logits=return_logits, labelled=labelled)
         batches = self.engine.prepare(self._resolved(session), rows, micro_batch_size=micro_batch_size)
         wants_loss = any("loss" in m.needs for m in metrics) and losses.complete_without_args(loss)
-        active = BASE if disable_lora else session.name
         parts: list[tuple[Mapping[str, Any], ModelOutput]] = []
         pending: list[Pending] = []
 
@@ -145,17 +153,19 @@ class ForwardVerbs(Sessions):
         """Gradients of the last training forward; its loss is computed if ``calculate_loss`` was not called. Counts one.
 
         Raises:
-            NoForward: there is none, or its backward is done. NotInForward, WindowNotStepped, NoTrainableParameters,
-            NotInOptimizer, BadLossResult.
+            NoForward: there is none, or its backward is done. LoraDisabled: it was one of the base model. NotInForward,
+            WindowNotStepped, NoTrainableParameters, NotInOptimizer, BadLossResult.
         """
         session = self._session(adapter_name)
         self._must_split("backward")
         waiting = session.pending.get(True)
         if not waiting:
             raise NoForward("backward", session.name)
+        (part,) = waiting
+        if part.active != session.name:
+            raise LoraDisabled("backward", session.name)
         session.window.check_backward()
         self._check_trained(session)
-        (part,) = waiting
         self._losses_of(session, waiting, {})
         assert part.loss is not None
         with self.adapters.activate(session.name):
@@ -197,12 +207,13 @@ class ForwardVerbs(Sessions):
 
         Raises:
             LabelsMissing, NoTemplate, EmptyBatch, BadInputs, BadArgument, WrongArgument, WindowSizeChanged, WindowNotStepped,
-            NoTrainableParameters, NotInOptimizer: nothing was changed. What a loss or model raises leaves the window as it was
-            if no backward had run; otherwise the window's gradients are dropped, and a note on the exception says so. Metrics
-            learn of a call that succeeded only.
+            NoTrainableParameters, NotInOptimizer, LoraDisabled: nothing was changed. What a loss or model raises leaves the
+            window as it was if no backward had run; otherwise the window's gradients are dropped, and a note on the exception
+            says so. Metrics learn of a call that succeeded only.
         """
         limits.check_temperature(temperature)
         session = self._session(adapter_name)
+        self._check_enabled("forward_backward", session)
         loss = self._loss(session)
         losses.check_args(loss, loss_args)
         rows = self._encode(session, inputs, loss_args)
@@ -266,7 +277,7 @@ class ForwardVerbs(Sessions):
             rows = [micro.cut_batch(rows, range(i, i + 1)) for i in range(count_rows(rows))]
         if not rows:
             raise EmptyBatch
-        with self.adapters.activate(BASE if disable_lora else session.name):
+        with self.adapters.activate(self._active(session, disable_lora)):
             return list(template.batch_decode(self.engine.generate(rows, **kwargs)))
 
     # ------------------------------------------------------------------------------------------------ inside

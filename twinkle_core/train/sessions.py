@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -17,6 +16,7 @@ from twinkle_core.errors import (
     BadArgument,
     BadInputs,
     EmptyBatch,
+    LoraDisabled,
     NoTemplate,
     RowsChanged,
     UnknownAdapter,
@@ -26,6 +26,7 @@ from twinkle_core.errors import (
 from twinkle_core.train.micro import of_rows
 from twinkle_core.train.prepare import Rows, as_rows
 from twinkle_core.train.session import Session
+from twinkle_core.train.turns import Turns
 
 if TYPE_CHECKING:
     import torch
@@ -34,16 +35,16 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-#: the enclosing ``adapter()`` contexts, as (id of the model, name): of this thread or task alone
-_CHOSEN: ContextVar[tuple[tuple[int, str], ...]] = ContextVar("twinkle_adapter", default=())
+#: the enclosing ``adapter()`` contexts, as (id of the model, name, disable_lora): of this thread or task alone
+_CHOSEN: ContextVar[tuple[tuple[int, str, bool], ...]] = ContextVar("twinkle_adapter", default=())
 
 
 def one_at_a_time(verb: F) -> F:
-    """Hold the model's lock: threads that call at once never meet inside a verb."""
+    """Hold the model's lock: threads that call at once never meet inside a verb, and are served in the order they came."""
 
     @functools.wraps(verb)
     def locked(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with self._lock:
+        with self.turns:
             return verb(self, *args, **kwargs)
 
     return cast(F, locked)
@@ -61,15 +62,21 @@ class Sessions:
         self.engine, self.adapters = engine, adapters
         self.sessions: dict[str, Session] = {BASE: Session(BASE)}
         self.patches: list[Patch] = []
-        self._lock = threading.RLock()
+        #: ``with model.turns:`` makes several calls of this thread one turn: nobody's come between
+        self.turns = Turns()
         for name in adapters.names():
             self.sessions[name] = Session(name)
 
     @contextlib.contextmanager
-    def adapter(self, name: str) -> Iterator[str]:
-        """Inside, verbs without ``adapter_name`` mean this adapter. Of this thread alone; nests."""
-        self._session(name)
-        token = _CHOSEN.set((*_CHOSEN.get(), (id(self), name)))
+    def adapter(self, name: str, *, disable_lora: bool = False) -> Iterator[str]:
+        """Inside, verbs without ``adapter_name`` mean this adapter. Of this thread alone; nests.
+
+        Args:
+            disable_lora: the adapter's session (loss, template, metrics) over the base model's weights alone: what
+                ``forward_only(disable_lora=True)`` is, for all verbs that compute. There is nothing to go back through.
+        """
+        session = self._session(name)
+        token = _CHOSEN.set((*_CHOSEN.get(), (id(self), session.name, disable_lora)))
         try:
             yield name
         finally:
@@ -82,18 +89,32 @@ class Sessions:
             UnknownAdapter, WhichAdapter, BadArgument.
         """
         if adapter_name is None:
-            chosen = [name for model, name in _CHOSEN.get() if model == id(self)]
+            chosen = [name for model, name, _ in _CHOSEN.get() if model == id(self)]
             live = [name for name in self.sessions if name != BASE]
             if not chosen and len(live) > 1:
                 raise WhichAdapter(live)
             adapter_name = chosen[-1] if chosen else live[0] if live else BASE
         if not isinstance(adapter_name, str):
             raise BadArgument("adapter_name", adapter_name, "the name of an adapter ('' is the base model) or None")
-        session = self.sessions.get(adapter_name)
+        session = self.sessions.get(self.adapters.known_as(adapter_name))
         if session is None:
             live = [name for name in self.sessions if name != BASE]
             raise UnknownAdapter(adapter_name, names.closest(adapter_name, live), live)
         return session
+
+    def _disabled(self, session: Session) -> bool:
+        """Whether the innermost ``adapter()`` context of this session says ``disable_lora``."""
+        flags = [off for model, name, off in _CHOSEN.get() if (model, name) == (id(self), session.name)]
+        return bool(flags) and flags[-1]
+
+    def _active(self, session: Session, disable_lora: bool = False) -> str:
+        """Whose weights take part in a forward of a session."""
+        return BASE if disable_lora or self._disabled(session) else session.name
+
+    def _check_enabled(self, verb: str, session: Session) -> None:
+        """Raise LoraDisabled where a backward would have nothing to go back through."""
+        if self._active(session) != session.name:
+            raise LoraDisabled(verb, session.name)
 
     def _or_base(self, session: Session, part: str) -> Any:
         """A loss, template or processor of the session, else the base's."""

@@ -17,6 +17,7 @@ from twinkle_core.contracts.adapters import BASE
 from twinkle_core.errors import BadAdapter, CheckpointMismatch, DuplicateAdapter, TwinkleError, UnknownAdapter
 from twinkle_transformers.adapters import PeftAdapters
 from twinkle_transformers.precision import Precision
+from twinkle_transformers.rehearse import Trial
 from twinkle_transformers.testing import ToyL, ToyLConfig
 from twinkle_transformers.tree import plain_state, skeleton
 
@@ -590,7 +591,7 @@ def test_failure_that_no_rehearsal_shows_is_taken_back(llama, ids, others, monke
         return real(layer, name, init)
 
     monkeypatch.setattr(peft.tuners.lora.layer.LoraLayer, "reset_lora_parameters", full)
-    monkeypatch.setattr(store, "_rehearse", lambda *a: ({}, {}))
+    monkeypatch.setattr("twinkle_transformers.adapters.rehearse", lambda *a: Trial(None, {}, []))
     with pytest.raises(torch.OutOfMemoryError):
         store.acquire("b", METHODS["all-linear"] if not others else METHODS["modules to save"])
     assert store.names() == ["a"] * others

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -10,34 +9,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PeftConfig, PeftModel
+from peft import PeftConfig
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
 
-from twinkle_core import hub
-from twinkle_core.contracts.adapters import BASE, AdapterStore
-from twinkle_core.errors import BadAdapter, CheckpointDamaged, CheckpointMismatch, DuplicateAdapter, UnknownAdapter
-from twinkle_core.log import get_logger
+from twinkle_core.contracts.adapters import BASE
+from twinkle_core.errors import DuplicateAdapter, UnknownAdapter
 from twinkle_core.names import closest
-from twinkle_core.train.folder import STATE_FILE
 from twinkle_transformers import checkpoint
-from twinkle_transformers.precision import Precision, widen
+from twinkle_transformers.precision import Precision
+from twinkle_transformers.rehearse import Tree, check_not_rounded, rehearse
 from twinkle_transformers.rules import check_config, check_name
-from twinkle_transformers.tree import Reads, peft_layers, plain_parameters, plain_state, skeleton, unwrap
-
-#: What peft raises for a config that it can't inject.
-_REFUSALS = (ValueError, TypeError, KeyError, AttributeError, RuntimeError, AssertionError, ImportError, NotImplementedError)
+from twinkle_transformers.store import ModelStore
+from twinkle_transformers.tree import peft_layers, plain_parameters, skeleton, unwrap
 
 
-class _Tree(PeftModel):  # type: ignore[misc]
-    """peft's view of a model. It is never called; it knows the tuner, the configs and the keys."""
-
-    def prepare_model_for_gradient_checkpointing(self, model: Any) -> Any:
-        """Nothing: only the re-entrant kind, which isn't used here, needs embeddings that require gradients."""
-        return model
-
-
-class PeftAdapters(AdapterStore):
+class PeftAdapters(ModelStore):
     """The adapters of one model.
 
     peft's layers are put into the model in place; the model itself stays the object that is called. Inside peft an adapter is
@@ -59,9 +46,7 @@ class PeftAdapters(AdapterStore):
         precision: Precision | None = None,
         tokenizer: Callable[[], Any] = lambda: None,
     ) -> None:
-        self.module = module
-        self._tokenizer = tokenizer
-        self.precision = precision or Precision("no")
+        super().__init__(module, precision, tokenizer)
         self._peft: Any = None  # while there are adapters
         self._inner: dict[str, str] = {}
         self._count = 0
@@ -76,14 +61,12 @@ class PeftAdapters(AdapterStore):
     def names(self) -> list[str]:
         return list(self._inner)
 
-    def _known(self, name: str) -> str:
-        if name == BASE or name in self._inner:
-            return name
-        raise UnknownAdapter(name, closest(name, self.names()), self.names())
-
     def config(self, name: str) -> PeftConfig:
-        """The peft config of a live adapter."""
-        return self._peft.peft_config[self._inner[self._known(name)]]
+        return self._peft.peft_config[self._inner[self.known(name)]]
+
+    @property
+    def rests(self) -> bool:
+        return bool(self._inner)
 
     # ------------------------------------------------------------------------------------------------ acquire, release
 
@@ -93,16 +76,17 @@ class PeftAdapters(AdapterStore):
             raise DuplicateAdapter(name)
         state: dict[str, torch.Tensor] | None = None
         if isinstance(config, (str, Path)):
-            folder = checkpoint.adapter_folder(config)
-            self._tell_other_base(name, folder)
-            config, state = checkpoint.adapter_config(name, folder), checkpoint.read_adapter(folder)
+            config, state = self.from_folder(name, config)
         config = check_config(name, config, self.module, [self.config(n) for n in self.names()])
         inner = f"twinkle{self._count}"
-        expected, read = self._rehearse(name, inner, config)
+        tree = self.module if self._peft is None else self._peft
+        trial = rehearse(name, lambda weightless: skeleton(tree, weightless), inner, config, type(self.module).__name__)
+        base = plain_parameters(self.module)
+        read = {key: base[key] for key in trial.reads}
         if state is not None:
-            checkpoint.check_keys(expected, state, f"adapter '{name}'")
+            checkpoint.check_keys(trial.tensors, state, f"adapter '{name}'")
         else:
-            self._check_not_rounded(name, read)
+            check_not_rounded(name, read, self.precision)
         self._count += 1
         if not self._inner:
             self._base_flags = {p: p.requires_grad for p in self.module.parameters()}
@@ -116,47 +100,6 @@ class PeftAdapters(AdapterStore):
             raise
         return name
 
-    def _rehearse(
-        self, name: str, inner: str, config: PeftConfig
-    ) -> tuple[dict[str, torch.Tensor], dict[str, torch.nn.Parameter]]:
-        """Inject into a copy without weights. Returns the adapter's tensors (shapes only), and the base model's parameters
-        whose values the adapter begins from."""
-        # numbers that a rehearsal draws must not be missing afterwards: the same seed gives the same adapter as in plain peft
-        with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
-            warnings.simplefilter("ignore")
-            try:
-                try:
-                    return self._trial(inner, config, weightless=True)
-                except NotImplementedError:  # a method whose layers look at the base weights' values (SHiRA's mask)
-                    return self._trial(inner, config, weightless=False)
-            except _REFUSALS as error:
-                raise BadAdapter(name, f"peft can't add it to {type(self.module).__name__}: {error}") from error
-
-    def _trial(
-        self, inner: str, config: PeftConfig, *, weightless: bool
-    ) -> tuple[dict[str, torch.Tensor], dict[str, torch.nn.Parameter]]:
-        config = copy.deepcopy(config)
-        trial: Any = skeleton(self.module if self._peft is None else self._peft, weightless)
-        module = trial if self._peft is None else trial.get_base_model()
-        with Reads(plain_parameters(module)) as reads:
-            if self._peft is None:
-                trial = _Tree(trial, config, inner, low_cpu_mem_usage=weightless)
-            else:
-                trial.add_adapter(inner, config, low_cpu_mem_usage=weightless)
-        base = plain_parameters(self.module)
-        tensors = get_peft_model_state_dict(trial, adapter_name=inner, save_embedding_layers=False)
-        return tensors, {key: base[key] for key in sorted(reads.found)}
-
-    def _check_not_rounded(self, name: str, read: Mapping[str, torch.nn.Parameter]) -> None:
-        """Raise BadAdapter if the adapter would begin from values that are not those of the checkpoint any more."""
-        narrowed = self.precision.narrowed
-        lost = [key for key, p in read.items() if p in narrowed and narrowed[p].rounded]
-        if lost:
-            shown, mixed = ", ".join(lost[:3]) + (", ..." if len(lost) > 3 else ""), self.precision.mixed
-            why = f"it begins from values of {shown}, which are not as stored but rounded to {mixed}, for another adapter"
-            way = "add such adapters (modules_to_save, DoRA, trainable tokens) before the first forward"
-            raise BadAdapter(name, f"{why}; {way}, or load the model with mixed_precision='no'")
-
     def _inject(self, name: str, inner: str, config: PeftConfig) -> None:
         known = set(self.module.modules())
         inference_mode, config.inference_mode = config.inference_mode, False
@@ -166,7 +109,7 @@ class PeftAdapters(AdapterStore):
                 if not getattr(config, patterns, None):  # for fused experts peft adds some itself, and misses them itself
                     warnings.filterwarnings("ignore", f"The following {patterns} keys did not match", RuntimeWarning)
             if self._peft is None:
-                self._peft = _Tree(self.module, config, inner)
+                self._peft = Tree(self.module, config, inner)
             else:
                 self._peft.add_adapter(inner, config)
         self._inner[name] = inner
@@ -181,14 +124,8 @@ class PeftAdapters(AdapterStore):
         self._flags[name] = {p: flag and not inference_mode for p, flag in own.items()}
         config.inference_mode = inference_mode
         self.precision.master(own)
-        self.precision.freeze(base - self._kept_wide())
+        self.precision.freeze(base - self.kept_wide())
         self._rest()
-
-    def _kept_wide(self) -> set[torch.nn.Parameter]:
-        """What the model's authors say must stay in fp32 (routers, gates of recurrent layers), whatever the others are in."""
-        lists = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
-        names = {name for each in lists for name in getattr(self.module, each, None) or ()}
-        return {p for key, p in plain_parameters(self.module).items() if any(f".{n}." in f".{key}." for n in names)}
 
     def _rest(self) -> None:
         """The flags outside of any activation."""
@@ -249,7 +186,7 @@ class PeftAdapters(AdapterStore):
 
     @contextmanager
     def activate(self, name: str) -> Iterator[None]:
-        self._known(name)
+        self.known(name)
         if not self._inner:
             yield
             return
@@ -277,7 +214,7 @@ class PeftAdapters(AdapterStore):
     # ------------------------------------------------------------------------------------------------ tensors
 
     def parameters(self, name: str) -> dict[str, torch.nn.Parameter]:
-        if self._known(name) == BASE:
+        if self.known(name) == BASE:
             flags = self._base_flags
             return {k: p for k, p in plain_parameters(self.module).items() if flags.get(p, p.requires_grad)}
         wanted, inner = self._flags[name], self._inner[name]
@@ -288,111 +225,17 @@ class PeftAdapters(AdapterStore):
             if wanted.get(p, False)
         }
 
-    def state_dict(self, name: str) -> dict[str, torch.Tensor]:
-        if self._known(name) == BASE:
-            return plain_state(self.module)
+    def adapter_state(self, name: str) -> dict[str, torch.Tensor]:
         # without its embedding layers: asked to decide by itself, peft looks for the base model's config on the hub
         return get_peft_model_state_dict(self._peft, adapter_name=self._inner[name], save_embedding_layers=False)  # type: ignore[no-any-return]
 
-    def load_state_dict(self, name: str, state: Mapping[str, torch.Tensor]) -> None:
-        live = self.state_dict(name)
-        if name == BASE:
-            state = checkpoint.with_ties(live, state)
-        checkpoint.check_keys(live, state, f"adapter '{name}'" if name else "the model")
-        if name == BASE:
-            self._load_base(state)
-            return
+    def load_adapter(self, name: str, state: Mapping[str, torch.Tensor]) -> None:
         set_peft_model_state_dict(self._peft, dict(state), adapter_name=self._inner[name])
 
-    def _load_base(self, state: Mapping[str, torch.Tensor]) -> None:
-        """A weight that the file holds in a wider type takes that type, as a model loaded from the file would have it; but not
-        beneath adapters, where the base is in the compute type on purpose, or will be."""
-        parameters = plain_parameters(self.module)
-        for key, parameter in {} if self._inner else parameters.items():
-            if key in state and parameter.is_floating_point() and state[key].element_size() > parameter.element_size():
-                widen(parameter, state[key].dtype)
-        live = self.state_dict(BASE)
-        with torch.no_grad():
-            for key, tensor in state.items():
-                live[key].copy_(tensor)
-        for key, parameter in parameters.items():
-            if key in state:
-                self.precision.note_stored(parameter, state[key])
-
-    def check_compatible(self, name: str, folder: Path) -> None:
-        """Raise CheckpointMismatch if what ``folder`` holds computes another function than the live adapter (scale, method)."""
-        file = Path(folder) / checkpoint.ADAPTER_CONFIG
-        if self._known(name) == BASE or not file.is_file():
-            return
-        try:
-            saved = checkpoint.adapter_config(name, Path(folder))
-        except BadAdapter as error:
-            raise CheckpointDamaged(str(file), str(error.__cause__)) from error
-        self._tell_other_base(name, Path(folder))
-        found = checkpoint.config_differences(saved, self.config(name))
-        dropout = {field: found.pop(field) for field in list(found) if "dropout" in field}
-        if found:
-            listed = "; ".join(f"{field} is {there!r} there and {here!r} here" for field, (there, here) in found.items())
-            raise CheckpointMismatch(str(file), f"adapter '{name}' would compute something else with these tensors: {listed}")
-        for field, (there, here) in dropout.items():
-            get_logger("transformers").warning(
-                "adapter '%s' trains on with %s=%r; the checkpoint '%s' was trained with %r", name, field, here, folder, there
-            )
-
-    def _tell_other_base(self, name: str, folder: Path) -> None:
-        """A plain folder tells of its base model by name alone; where core's state file is, core compares values."""
-        there, here = hub.base_of_adapter(folder), getattr(getattr(self.module, "config", None), "_name_or_path", None)
-        if there and here and not (folder / STATE_FILE).is_file() and not checkpoint.same_model(there, here):
-            text = "adapter '%s' of '%s' was made for the base model '%s', and this one is '%s'"
-            get_logger("transformers").warning(text, name, folder, there, here)
-
-    def write(self, name: str, folder: Path) -> None:
-        if self._known(name) == BASE:
-            rounded = sum(s.rounded for s in self.precision.narrowed.values())
-            if rounded:
-                text = "%d weight(s) of the base model are saved as adapters compute with them, rounded to %s"
-                get_logger("transformers").warning(text, rounded, self.precision.mixed)
-            checkpoint.write_model(self.module, self.state_dict(BASE), folder)
-            if (tokenizer := self._tokenizer()) is not None:
-                tokenizer.save_pretrained(str(folder))
-        else:
-            checkpoint.write_adapter(self.module, self._saved_config(name), self.state_dict(name), folder)
-
-    def read(self, name: str, folder: Path) -> dict[str, torch.Tensor]:
-        if self._known(name) == BASE:
-            return checkpoint.read_model(self.module, folder)
-        return checkpoint.read_adapter(folder)
-
-    def _targets(self, name: str) -> list[str]:
-        """Full names of the modules that carry the adapter."""
+    def targets(self, name: str) -> list[str]:
         inner = self._inner[name]
         return [
             key
             for key, m in self.module.named_modules()
             if isinstance(m, BaseTunerLayer) and inner in m._get_available_adapters()
         ]
-
-    def _saved_config(self, name: str) -> PeftConfig:
-        """The config with what was resolved: targets as a list, the base model's path."""
-        config = copy.deepcopy(self.config(name))
-        if hasattr(config, "target_modules"):
-            targets = config.target_modules
-            config.target_modules = self._targets(name) if targets is None or isinstance(targets, str) else sorted(targets)
-        if not config.base_model_name_or_path:
-            config.base_model_name_or_path = getattr(getattr(self.module, "config", None), "_name_or_path", None) or None
-        config.inference_mode = True  # as PEFT saves: who loads it to train says so
-        return config
-
-    def describe(self, name: str) -> dict[str, Any]:
-        if self._known(name) == BASE:
-            return {}
-        config = self.config(name)
-        facts: dict[str, Any] = {"method": str(getattr(config.peft_type, "value", config.peft_type))}
-        for field, label in (("r", "rank"), ("lora_alpha", "alpha"), ("lora_dropout", "dropout"), ("modules_to_save", "saves")):
-            if getattr(config, field, None):
-                facts[label] = getattr(config, field)
-        ends = {t.removesuffix(".base_layer").rpartition(".")[2] for t in self._targets(name)}
-        facts["targets"] = ", ".join(sorted(ends))
-        if config.inference_mode:
-            facts["frozen"] = True
-        return facts

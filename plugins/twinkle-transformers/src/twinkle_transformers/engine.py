@@ -20,7 +20,7 @@ from twinkle_core.train.loop_engine import LoopEngine, evaluating
 from twinkle_core.train.session import Session
 from twinkle_core.types import InputFeature, ModelOutput
 from twinkle_transformers.generate import check_options, complete
-from twinkle_transformers.inputs import Fitted, fit, packs
+from twinkle_transformers.inputs import Fitted, check_length, fit, packs
 from twinkle_transformers.precision import NARROW, Precision
 from twinkle_transformers.probes import check_isolation, output_layer_of
 
@@ -80,6 +80,8 @@ class TransformersEngine(LoopEngine):
 
     capabilities = frozenset({SPLIT_STEP, GENERATE})
     module: Any
+    #: the longest row that is taken, in tokens; None: any
+    max_length: int | None = None
 
     def __init__(
         self,
@@ -117,6 +119,7 @@ class TransformersEngine(LoopEngine):
             BadInputs, BadRow, BadLabels, PackingLeaks
         """
         loss = session.loss
+        check_length(rows, self.max_length)
         if isinstance(rows, Mapping):
             rows = self._fit(rows, loss)
         else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -21,6 +21,7 @@ from twinkle_transformers.adapters import PeftAdapters
 from twinkle_transformers.engine import TransformersEngine
 from twinkle_transformers.patches.fast_lora import FastLora
 from twinkle_transformers.precision import Mixed, Precision
+from twinkle_transformers.store import ModelStore
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -64,7 +65,8 @@ class TransformersModel(SessionModel):
         ModelNotLoaded, and what ``hub.resolve`` raises.
     """
 
-    adapters: PeftAdapters
+    adapters: ModelStore
+    engine: TransformersEngine
 
     def __init__(
         self,
@@ -96,7 +98,7 @@ class TransformersModel(SessionModel):
         scaler = _scaler(precision, device, grad_scaler_config)
         module = load.load_model(
             owner,
-            frozenset(inspect.signature(TransformersModel).parameters) - {"kwargs"},
+            frozenset(p for cls in (TransformersModel, type(self)) for p in inspect.signature(cls).parameters) - {"kwargs"},
             model_cls=model_cls,
             model_id=model_id,
             config=config,
@@ -116,10 +118,14 @@ class TransformersModel(SessionModel):
         engine = TransformersEngine(
             module, precision=precision, device=device, mesh=device_mesh, scaler=scaler, on_nonfinite=on_nonfinite, facts=facts
         )
-        adapters = PeftAdapters(module, precision, lambda: getattr(self.sessions[BASE].template, "tokenizer", None))
+        adapters = self.make_adapters(module, precision, lambda: getattr(self.sessions[BASE].template, "tokenizer", None))
         super().__init__(engine, adapters)
         if fast:
             self.apply_patch(FastLora)
+
+    def make_adapters(self, module: torch.nn.Module, precision: Precision, tokenizer: Callable[[], Any]) -> ModelStore:
+        """The store of adapters over a model that has just been loaded. A subclass may have one of another kind."""
+        return PeftAdapters(module, precision, tokenizer)
 
     @property
     def module(self) -> Any:

@@ -1,0 +1,1 @@
+"""Many tenants on one base model: LoRA adapters in slots that are allocated once."""

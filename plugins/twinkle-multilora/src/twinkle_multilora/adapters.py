@@ -1,0 +1,236 @@
+"""Whose weights: tenants' LoRA adapters in slots beside the linear layers of one frozen base model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from peft import LoraConfig
+from peft.tuners.lora.layer import Linear
+from peft.tuners.tuners_utils import BaseTunerLayer
+
+from twinkle_core.contracts.adapters import BASE
+from twinkle_core.errors import BadAdapter
+from twinkle_multilora.backend import needed
+from twinkle_multilora.layers import Selection, SlotLinear
+from twinkle_multilora.options import check_options, check_ranks, check_targets
+from twinkle_multilora.pool import LoraTenant, SlotPool
+
+if TYPE_CHECKING:
+    from twinkle_transformers import checkpoint, rehearse, rules, tree
+    from twinkle_transformers.precision import Precision
+    from twinkle_transformers.rehearse import Trial
+    from twinkle_transformers.store import ModelStore
+else:
+    ModelStore = needed("twinkle_transformers.store", "transformers", "SlotAdapters").ModelStore
+    checkpoint, rehearse, rules, tree = (
+        needed(f"twinkle_transformers.{name}", "transformers", "SlotAdapters")
+        for name in ("checkpoint", "rehearse", "rules", "tree")
+    )
+
+#: what peft calls an adapter in the copies that configs are tried on
+_INNER = "twinkle"
+#: how PEFT's keys begin
+_PREFIX = "base_model.model."
+
+
+class SlotAdapters(ModelStore):
+    """Up to ``max_loras`` adapters over one model whose tree never changes again.
+
+    A layer with slots stands in for each target from the beginning on, before anything wraps the model. peft says what a
+    tenant's config means (targets, patterns, scaling, the first weights and their random numbers) on a copy of the plain
+    tree; what came out is then copied into a free slot. So a tenant begins as a fresh adapter of plain peft would, and its
+    parameters have its own rank.
+
+    The base model is frozen for good: it belongs to all tenants. At rest no adapter takes part. Switching to one sets one
+    field, whatever the number of layers and tenants.
+
+    Args:
+        module: the model.
+        precision, tokenizer: see ``ModelStore``.
+        max_loras: how many tenants at once.
+        max_r: the highest rank of each.
+        target_modules: where slots are, as peft's ``LoraConfig`` takes it.
+
+    Raises:
+        BadArgument, BadAdapter: no slots can be made of these.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        precision: Precision | None = None,
+        tokenizer: Callable[[], Any] = lambda: None,
+        *,
+        max_loras: int = 5,
+        max_r: int = 32,
+        target_modules: Any = "all-linear",
+    ) -> None:
+        super().__init__(module, precision, tokenizer)
+        planned = LoraConfig(r=max_r, target_modules=target_modules)
+        self.pool = SlotPool(max_loras, planned)
+        self.selection = Selection()
+        self.layers: dict[str, SlotLinear] = {}
+        self._parameters: dict[str, dict[str, torch.nn.Parameter]] = {}  # by tenant
+        first = self.pool.slots[0].adapter_name
+        places = self._places(first, self._rehearse(first, rules.check_config(first, planned, module, [])))
+        base = set(module.parameters())
+        for key, place in places.items():
+            sizes = (place.in_features, place.out_features)
+            layer = SlotLinear(module.get_submodule(key), sizes, self.selection, max_loras, max_r)
+            parent, _, child = key.rpartition(".")
+            setattr(module.get_submodule(parent), child, layer)
+            self.layers[key] = layer
+        for parameter in base:
+            parameter.requires_grad_(False)
+        self.precision.freeze(base - self.kept_wide())
+
+    # ------------------------------------------------------------------------------------------------ names
+
+    def names(self) -> list[str]:
+        return self.pool.names
+
+    def known_as(self, name: str) -> str:
+        return self.pool.known_as(name)
+
+    def slot(self, name: str) -> LoraTenant:
+        """The slot of a tenant."""
+        return self.pool.of(name)
+
+    def config(self, name: str) -> LoraConfig:
+        return self.pool.of(name).tenant_config
+
+    @property
+    def rests(self) -> bool:
+        return True
+
+    # ------------------------------------------------------------------------------------------------ acquire, release
+
+    def acquire(self, name: str, config: Any) -> str:
+        """A tenant's adapter in the first free slot. Returns the slot's name.
+
+        Args:
+            config: a ``LoraConfig``, or where an adapter is saved (a folder, ``ms://``, ``hf://``).
+
+        Raises:
+            DuplicateAdapter, SlotsFull, RankTooLarge. BadAdapter: the name, or an option that slots can't serve. What reading
+            a folder raises. Nothing was changed.
+        """
+        rules.check_name(name)
+        self.pool.check_new(name)
+        state: dict[str, torch.Tensor] | None = None
+        if isinstance(config, (str, Path)):
+            config, state = self.from_folder(name, config)
+        config = rules.check_config(name, config, self.module, [])
+        check_options(name, config)
+        check_ranks(name, config, self.pool.max_r)
+        trial = self._rehearse(name, config)
+        check_targets(name, self._places(name, trial), self.layers)
+        base = tree.plain_parameters(self.module)
+        reads = {key: base[key] for key in trial.reads}
+        if state is not None:
+            checkpoint.check_keys(trial.tensors, state, f"adapter '{name}'")
+        else:
+            rehearse.check_not_rounded(name, reads, self.precision)
+        with self.precision.as_stored(base.values(), set(reads.values())):
+            made = rehearse.inject(self._plain(False), _INNER, config, weightless=False)
+        slot = self.pool.next_free()
+        try:
+            self._fill(name, slot, made, config)
+            if state is not None:
+                self.load_adapter(name, state)
+        except BaseException:  # what no rehearsal shows, such as a device that is full
+            self._empty(name, slot)
+            raise
+        self.pool.take(slot, name, config)
+        return slot.adapter_name
+
+    def release(self, name: str) -> None:
+        slot = self.pool.of(name)
+        self._empty(name, slot)
+        self.pool.give_back(name)
+
+    def _plain(self, weightless: bool) -> Any:
+        """A copy of the tree as it is without slots."""
+        copied = tree.skeleton(self.module, weightless)
+        tree.unwrap(copied)
+        return copied
+
+    def _rehearse(self, name: str, config: LoraConfig) -> Trial:
+        return rehearse.rehearse(name, self._plain, _INNER, config, type(self.module).__name__)
+
+    def _places(self, name: str, trial: Trial) -> dict[str, Linear]:
+        """What peft puts beside the base model's layers, by the layers' names.
+
+        Raises:
+            BadAdapter: it is more than a plain ``B A x``, or beside something else than a linear layer.
+        """
+        found = {}
+        for key, layer in trial.tree.get_base_model().named_modules():
+            if not isinstance(layer, BaseTunerLayer) or _INNER not in layer._get_available_adapters():
+                continue
+            if type(layer) is not Linear:
+                what = type(layer.get_base_layer()).__name__
+                raise BadAdapter(name, f"target_modules mean {key}, a {what}; slots are beside linear layers alone")
+            if layer.lora_variant:
+                variant = type(layer.lora_variant[_INNER]).__name__
+                raise BadAdapter(name, f"its options make {variant} of it, which is more than the A and B that a slot holds")
+            found[key] = layer
+        return found
+
+    def _fill(self, name: str, slot: LoraTenant, made: Trial, config: LoraConfig) -> None:
+        parameters = {}
+        for key, source in self._places(name, made).items():
+            layer = self.layers[key]
+            dropout = getattr(source.lora_dropout[_INNER], "p", 0.0)
+            weights = (source.lora_A[_INNER].weight.detach(), source.lora_B[_INNER].weight.detach())
+            layer.fill(slot.index, slot.adapter_name, *weights, scaling=source.scaling[_INNER], dropout=dropout)
+            part = layer.parts[slot.index]
+            for which, parameter in (("lora_A", part.A), ("lora_B", part.B)):
+                parameters[f"{_PREFIX}{key}.{which}.weight"] = parameter.requires_grad_(not config.inference_mode)
+        self._parameters[name] = parameters
+
+    def _empty(self, name: str, slot: LoraTenant) -> None:
+        self._parameters.pop(name, None)
+        for layer in self.layers.values():
+            layer.clear(slot.index, slot.adapter_name)
+
+    # ------------------------------------------------------------------------------------------------ activate
+
+    @contextmanager
+    def activate(self, name: str) -> Iterator[None]:
+        wanted = None if name == BASE else self.pool.of(name).index
+        chosen = self.selection
+        found = chosen.active, chosen.spans
+        chosen.active, chosen.spans = wanted, None
+        try:
+            yield
+        finally:
+            chosen.active, chosen.spans = found
+
+    # ------------------------------------------------------------------------------------------------ tensors
+
+    def parameters(self, name: str) -> dict[str, torch.nn.Parameter]:
+        """Of a tenant: under PEFT's keys, in the tenant's own rank. Of the base model: none, it is not trained."""
+        if self.known(name) == BASE or self.config(name).inference_mode:
+            return {}
+        return dict(self._parameters[name])
+
+    def adapter_state(self, name: str) -> dict[str, torch.Tensor]:
+        return {key: parameter.detach() for key, parameter in self._parameters[name].items()}
+
+    def load_adapter(self, name: str, state: Mapping[str, torch.Tensor]) -> None:
+        with torch.no_grad():
+            for key, parameter in self._parameters[name].items():
+                parameter.copy_(state[key])
+
+    def targets(self, name: str) -> list[str]:
+        index = self.pool.of(name).index
+        return [key for key, layer in self.layers.items() if index in layer.parts]
+
+    def describe(self, name: str) -> dict[str, Any]:
+        facts = super().describe(name)
+        return {**facts, "slot": f"{self.slot(name).adapter_name} of {len(self.pool.slots)}"} if facts else facts

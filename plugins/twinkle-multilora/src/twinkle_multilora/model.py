@@ -1,0 +1,81 @@
+"""MultiLoraTransformersModel: a TransformersModel that many tenants train, each an adapter of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from twinkle_core.runtime.dispatch import remote_class
+from twinkle_multilora.adapters import SlotAdapters
+from twinkle_multilora.backend import needed
+from twinkle_multilora.manager import MultiLora
+from twinkle_multilora.pool import check_size
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PretrainedConfig, PreTrainedModel
+
+    from twinkle_core.mesh import DeviceMesh
+    from twinkle_transformers.model import TransformersModel
+    from twinkle_transformers.precision import Mixed, Precision
+else:
+    TransformersModel = needed("twinkle_transformers.model", "transformers", "MultiLoraTransformersModel").TransformersModel
+
+
+@remote_class(execute="all")
+class MultiLoraTransformersModel(TransformersModel):
+    """A TransformersModel with slots for the LoRA adapters of many tenants, who train in turns.
+
+    The base model is frozen and shared. A tenant is an adapter: ``add_adapter_to_model`` and ``remove_adapter``, or
+    ``multi_lora.acquire_lora`` and ``multi_lora.release_lora``, which are the same. All verbs are TransformersModel's; they
+    take the tenant's name or its slot's.
+
+    Threads may call at once: each call is a turn, given in the order in which it was asked for.
+
+    Args:
+        model_cls, model_id, config, device_mesh, mixed_precision, grad_scaler_config: as for TransformersModel.
+        max_loras: how many tenants at once. Their room is allocated here, whether it is used or not.
+        max_r: the highest rank of a tenant.
+        max_length: the longest row, in tokens.
+        target_modules: where adapters may be, as peft's ``LoraConfig`` takes it; a tenant may take a part of it.
+        kwargs: all others of TransformersModel.
+
+    Raises:
+        BadArgument, BadAdapter: no slots can be made of these; and what TransformersModel raises.
+    """
+
+    adapters: SlotAdapters
+
+    def __init__(
+        self,
+        model_cls: type[PreTrainedModel] | type | str | None = "AutoModelForCausalLM",
+        model_id: str | Path | None = None,
+        config: PretrainedConfig | None = None,
+        device_mesh: DeviceMesh | None = None,
+        mixed_precision: Mixed = "bf16",
+        grad_scaler_config: Mapping[str, Any] | None = None,
+        max_loras: int = 5,
+        max_r: int = 32,
+        max_length: int = 8192,
+        *,
+        target_modules: Any = "all-linear",
+        **kwargs: Any,
+    ) -> None:
+        for name, value in (("max_loras", max_loras), ("max_r", max_r), ("max_length", max_length)):
+            check_size(name, value)
+        self._slots = {"max_loras": max_loras, "max_r": max_r, "target_modules": target_modules}
+        super().__init__(
+            model_cls,
+            model_id,
+            config,
+            device_mesh,
+            mixed_precision,
+            grad_scaler_config=grad_scaler_config,
+            **kwargs,
+        )
+        self.engine.max_length = max_length
+        self.multi_lora = MultiLora(self, self.adapters.pool)
+
+    def make_adapters(self, module: torch.nn.Module, precision: Precision, tokenizer: Callable[[], Any]) -> SlotAdapters:
+        return SlotAdapters(module, precision, tokenizer, **self._slots)

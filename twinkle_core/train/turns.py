@@ -1,0 +1,77 @@
+"""Whose turn it is: a lock that is given in the order in which it was asked for (L0 in spirit: pure Python)."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from types import TracebackType
+
+
+class Turns:
+    """A re-entrant lock with a queue: the thread that has waited longest is next.
+
+    ``threading.RLock`` gives itself to whoever happens to run; a tenant that asks again at once can keep others out for long.
+
+    ::
+
+        with turns:
+            ...  # nobody else's; ``with turns`` inside, by the same thread, is allowed
+    """
+
+    def __init__(self) -> None:
+        self._guard = threading.Lock()  # held for a few lines at a time, never while waiting
+        self._queue: deque[tuple[int, threading.Lock]] = deque()
+        self._owner: int | None = None
+        self._depth = 0
+
+    @property
+    def waiting(self) -> int:
+        """How many threads wait."""
+        return len(self._queue)
+
+    def acquire(self) -> None:
+        """Wait for the turn of this thread."""
+        me = threading.get_ident()
+        with self._guard:
+            if self._owner == me or self._owner is None:
+                self._owner, self._depth = me, self._depth + 1
+                return
+            gate = threading.Lock()
+            gate.acquire()
+            self._queue.append((me, gate))
+        try:
+            gate.acquire()
+        except BaseException:  # Ctrl-C while waiting: leave the queue, or pass on the turn that came meanwhile
+            with self._guard:
+                if (me, gate) in self._queue:
+                    self._queue.remove((me, gate))
+                else:
+                    self._pass_on()
+            raise
+
+    def release(self) -> None:
+        """Give the turn to the thread that waits longest, once each ``acquire`` has had its ``release``.
+
+        Raises:
+            RuntimeError: it is not this thread's turn.
+        """
+        with self._guard:
+            if self._owner != threading.get_ident():
+                raise RuntimeError("a turn is given up by the thread whose turn it is")
+            self._depth -= 1
+            if not self._depth:
+                self._pass_on()
+
+    def _pass_on(self) -> None:
+        self._owner, self._depth = None, 0
+        if self._queue:
+            self._owner, gate = self._queue.popleft()
+            self._depth = 1
+            gate.release()
+
+    def __enter__(self) -> Turns:
+        self.acquire()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.release()
