@@ -212,6 +212,7 @@ def test_keeps_less_for_backward_under_autocast():
     """peft widens its input to fp32, and autocast narrows it again, for each layer that reads it."""
 
     def kept(built):
+        outputs(built)  # weights that adapters leave frozen are narrowed now
         held = {p.untyped_storage().data_ptr() for p in built.module.parameters()}
         seen = {}
 
@@ -225,7 +226,7 @@ def test_keeps_less_for_backward_under_autocast():
             built.forward(inputs=ROWS, return_logits=False)
         return sum(size for size, _ in seen.values())
 
-    assert kept(model(True, precision="bf16")) < 0.92 * kept(model(False, precision="bf16"))
+    assert kept(model(True, precision="bf16")) < 0.9 * kept(model(False, precision="bf16"))
     assert kept(model(True)) <= kept(model(False))
 
 
