@@ -177,6 +177,13 @@ class _LoraLinear(torch.autograd.Function):
         return (*shaped, None, d_bias, None, None, None, None, *d_factors)
 
 
+def one_type(x: Tensor, *others: Tensor) -> bool:
+    """Whether linear layers would compute in one type: that of all, or autocast's. Else theirs is not what is computed here."""
+    if torch.is_autocast_enabled(x.device.type):
+        return all(t.dtype != torch.float64 for t in (x, *others))
+    return all(t.dtype == x.dtype for t in others)
+
+
 def _by_autograd(
     x: Tensor, weight: Tensor, bias: Tensor | None, rows: Sequence[int], adapters: Sequence[Lora | None]
 ) -> Tensor:

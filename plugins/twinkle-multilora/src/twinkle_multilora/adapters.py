@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +15,9 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 
 from twinkle_core.contracts.adapters import BASE
 from twinkle_core.errors import BadAdapter
+from twinkle_core.ops.lora_linear import dropout_seed
 from twinkle_multilora.backend import needed
-from twinkle_multilora.layers import Selection, SlotLinear
+from twinkle_multilora.layers import Draws, Selection, SlotLinear, Span
 from twinkle_multilora.options import check_options, check_ranks, check_targets
 from twinkle_multilora.pool import LoraTenant, SlotPool
 
@@ -75,12 +77,13 @@ class SlotAdapters(ModelStore):
         self.selection = Selection()
         self.layers: dict[str, SlotLinear] = {}
         self._parameters: dict[str, dict[str, torch.nn.Parameter]] = {}  # by tenant
+        self._draws: dict[int, Draws] = {}  # by slot
         first = self.pool.slots[0].adapter_name
         places = self._places(first, self._rehearse(first, rules.check_config(first, planned, module, [])))
         base = set(module.parameters())
-        for key, place in places.items():
+        for number, (key, place) in enumerate(places.items()):
             sizes = (place.in_features, place.out_features)
-            layer = SlotLinear(module.get_submodule(key), sizes, self.selection, max_loras, max_r)
+            layer = SlotLinear(module.get_submodule(key), sizes, self.selection, max_loras, max_r, number)
             parent, _, child = key.rpartition(".")
             setattr(module.get_submodule(parent), child, layer)
             self.layers[key] = layer
@@ -182,19 +185,23 @@ class SlotAdapters(ModelStore):
         return found
 
     def _fill(self, name: str, slot: LoraTenant, made: Trial, config: LoraConfig) -> None:
-        parameters = {}
+        parameters: dict[str, torch.nn.Parameter] = {}
+        draws = self._draws[slot.index] = Draws(_seed(name))
         for key, source in self._places(name, made).items():
             layer = self.layers[key]
             dropout = getattr(source.lora_dropout[_INNER], "p", 0.0)
             weights = (source.lora_A[_INNER].weight.detach(), source.lora_B[_INNER].weight.detach())
-            layer.fill(slot.index, slot.adapter_name, *weights, scaling=source.scaling[_INNER], dropout=dropout)
+            scaling = source.scaling[_INNER]
+            layer.fill(slot.index, slot.adapter_name, *weights, scaling=scaling, dropout=dropout, draws=draws)
             part = layer.parts[slot.index]
             for which, parameter in (("lora_A", part.A), ("lora_B", part.B)):
-                parameters[f"{_PREFIX}{key}.{which}.weight"] = parameter.requires_grad_(not config.inference_mode)
+                parameter.requires_grad_(not config.inference_mode)
+                parameters[f"{_PREFIX}{key}.{which}.weight"] = parameter
         self._parameters[name] = parameters
 
     def _empty(self, name: str, slot: LoraTenant) -> None:
         self._parameters.pop(name, None)
+        self._draws.pop(slot.index, None)
         for layer in self.layers.values():
             layer.clear(slot.index, slot.adapter_name)
 
@@ -210,6 +217,42 @@ class SlotAdapters(ModelStore):
             yield
         finally:
             chosen.active, chosen.spans = found
+
+    @contextmanager
+    def share(self, spans: Sequence[Span], *, apart: bool = False, train: bool = False) -> Iterator[None]:
+        """Inside, each span's rows of a batch are its slot's. On leaving, also by an exception: what was found.
+
+        Args:
+            apart: one matmul of the base layer for each span.
+            train: the tenants' dropout draws anew; a pass that fails takes that back.
+        """
+        chosen = self.selection
+        found = chosen.active, chosen.spans, chosen.apart
+        counted = [self._draws[span.slot] for span in spans if train and span.slot in self._draws]
+        for draws in counted:
+            draws.passes += 1
+        chosen.active, chosen.spans, chosen.apart = None, spans, apart
+        try:
+            yield
+        except BaseException:
+            for draws in counted:
+                draws.passes -= 1
+            raise
+        finally:
+            chosen.active, chosen.spans, chosen.apart = found
+
+    def begin_pass(self) -> None:
+        """A training forward of the active adapter begins: its dropout draws anew."""
+        if self.selection.active is not None:
+            self._draws[self.selection.active].passes += 1
+
+    def training_state(self, name: str) -> dict[str, Any]:
+        return {} if self.known(name) == BASE else asdict(self._draws[self.pool.of(name).index])
+
+    def load_training_state(self, name: str, state: Mapping[str, Any]) -> None:
+        if name != BASE and {"seed", "passes"} <= state.keys():
+            draws = self._draws[self.pool.of(name).index]
+            draws.seed, draws.passes = state["seed"], state["passes"]
 
     # ------------------------------------------------------------------------------------------------ tensors
 
@@ -234,3 +277,10 @@ class SlotAdapters(ModelStore):
     def describe(self, name: str) -> dict[str, Any]:
         facts = super().describe(name)
         return {**facts, "slot": f"{self.slot(name).adapter_name} of {len(self.pool.slots)}"} if facts else facts
+
+
+def _seed(name: str) -> int:
+    """A number that the tenant's name and the present random state give. That state isn't moved: what is drawn after a tenant
+    came is the same as after an adapter of plain peft's came."""
+    with torch.random.fork_rng(devices=[]):
+        return dropout_seed(name, int(torch.randint(2**62, ())))

@@ -10,6 +10,9 @@ import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch.nn import functional as F
 
+from twinkle_core.ops.lora_linear import Dropout, Lora, dropout_seed, lora_linear_many, one_type
+from twinkle_core.ops.token_logps import is_plain
+
 
 @dataclass(frozen=True, slots=True)
 class Span:
@@ -25,10 +28,24 @@ class Selection:
 
     ``active``: the slot of all rows; None: the base model alone. ``spans``: for a pass that several tenants share, which
     rows are whose, over the rows of the flattened input (``[..., D]`` as ``[N, D]``), in order; ``active`` has no say then.
+    ``apart``: the base layer's matmul is one for each span.
     """
 
     active: int | None = None
     spans: Sequence[Span] | None = None
+    apart: bool = False
+
+
+@dataclass(slots=True)
+class Draws:
+    """Where a tenant's dropout comes from: its own numbers, never the process's generator, which others draw from.
+
+    A mask is a function of the tenant's seed, the number of its training forward, and the layer. So it is the same in any
+    company, and again where activations are computed a second time in backward.
+    """
+
+    seed: int
+    passes: int = 0  # training forwards begun
 
 
 @dataclass(slots=True)
@@ -42,6 +59,7 @@ class Part:
     B: torch.nn.Parameter
     scaling: float
     dropout: float
+    draws: Draws
 
     @property
     def rank(self) -> int:
@@ -64,17 +82,26 @@ class SlotLinear(torch.nn.Module, BaseTunerLayer):  # type: ignore[misc]
         sizes: its inputs and outputs.
         selection: shared by all layers of the model.
         max_loras, max_r: see above.
+        number: which of the model's layers it is.
     """
 
     adapter_layer_names = ("lora_A", "lora_B")
+    flat_A: torch.Tensor
+    flat_B: torch.Tensor
 
     def __init__(
-        self, base_layer: torch.nn.Module, sizes: tuple[int, int], selection: Selection, max_loras: int, max_r: int
+        self,
+        base_layer: torch.nn.Module,
+        sizes: tuple[int, int],
+        selection: Selection,
+        max_loras: int,
+        max_r: int,
+        number: int = 0,
     ) -> None:
         super().__init__()
         self.base_layer = base_layer
         self.in_features, self.out_features = sizes
-        self.selection = selection
+        self.selection, self.number = selection, number
         self.parts: dict[int, Part] = {}
         # parameters belong to the tree, for whoever counts, moves or wraps them; computing looks them up in ``parts``
         self.lora_A = torch.nn.ParameterDict()
@@ -87,21 +114,23 @@ class SlotLinear(torch.nn.Module, BaseTunerLayer):  # type: ignore[misc]
 
     # ------------------------------------------------------------------------------------------------ slots
 
-    def fill(self, slot: int, name: str, A: torch.Tensor, B: torch.Tensor, *, scaling: float, dropout: float) -> None:
+    def fill(
+        self, slot: int, name: str, A: torch.Tensor, B: torch.Tensor, *, scaling: float, dropout: float, draws: Draws
+    ) -> None:
         """Give a slot to a tenant.
 
         Args:
             slot, name: which, and what its parameters are called in the tree.
             A, B: ``[r, in]`` and ``[out, r]``; copied.
             scaling: what ``B A x`` is multiplied by.
-            dropout: the probability of a number of ``x`` to be left out in training.
+            dropout: the probability of a number of ``x`` to be left out in training; ``draws``: which ones.
         """
         a = self.flat_A[slot, : A.numel()].view(A.shape)
         b = self.flat_B[slot, : B.numel()].view(B.shape)
         with torch.no_grad():
             a.copy_(A)
             b.copy_(B)
-        part = Part(torch.nn.Parameter(a), torch.nn.Parameter(b), scaling, dropout)
+        part = Part(torch.nn.Parameter(a), torch.nn.Parameter(b), scaling, dropout, draws)
         self.lora_A[name], self.lora_B[name] = part.A, part.B
         self.parts[slot] = part
 
@@ -119,25 +148,35 @@ class SlotLinear(torch.nn.Module, BaseTunerLayer):  # type: ignore[misc]
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """``[..., in]`` to ``[..., out]``, in the base layer's type."""
-        result: torch.Tensor = self.base_layer(x, *args, **kwargs)
         chosen = self.selection
-        if chosen.spans is not None:
-            return self._shared(x, result, chosen.spans)
-        part = self.parts.get(chosen.active) if chosen.active is not None else None
-        return result if part is None else (result + self._delta(x, part)).to(result.dtype)
+        spans = chosen.spans
+        if spans is None:
+            spans = [Span(chosen.active, x.numel() // self.in_features)]
+        adapters = [self._lora(self.parts.get(span.slot)) if span.slot is not None else None for span in spans]
+        base: Any = self.base_layer
+        lean = is_plain(base) and not args and not kwargs and one_type(x, base.weight, *(lora.a for lora in adapters if lora))
+        if lean and (chosen.spans is not None or adapters[0] is not None):
+            return lora_linear_many(x, base.weight, base.bias, [s.rows for s in spans], adapters, apart=chosen.apart)
+        result: torch.Tensor = base(x, *args, **kwargs)
+        return result if not any(adapters) else self._added(x, result, [s.rows for s in spans], adapters)
 
-    def _delta(self, x: torch.Tensor, part: Part) -> torch.Tensor:
-        x = x.to(part.A.dtype)
+    def _lora(self, part: Part | None) -> Lora | None:
+        if part is None:
+            return None
+        drop = None
         if part.dropout and self.training:
-            x = F.dropout(x, part.dropout)
-        return F.linear(F.linear(x, part.A), part.B) * part.scaling
+            drop = Dropout(part.dropout, dropout_seed(part.draws.seed, part.draws.passes, self.number))
+        return Lora(part.A, part.B, part.scaling, drop)
 
-    def _shared(self, x: torch.Tensor, result: torch.Tensor, spans: Sequence[Span]) -> torch.Tensor:
-        """Each span's rows with its own slot."""
-        rows = x.reshape(-1, x.shape[-1]).split([span.rows for span in spans])
-        outs = result.reshape(-1, result.shape[-1]).split([span.rows for span in spans])
+    @staticmethod
+    def _added(x: torch.Tensor, result: torch.Tensor, rows: Sequence[int], adapters: Sequence[Lora | None]) -> torch.Tensor:
+        """Each span's rows with its own adapter, beside a base layer that is more than a linear layer."""
         pieces = []
-        for span, own, out in zip(spans, rows, outs, strict=True):
-            part = self.parts.get(span.slot) if span.slot is not None else None
-            pieces.append(out if part is None else (out + self._delta(own, part)).to(out.dtype))
+        parts = zip(torch.split(x.reshape(-1, x.shape[-1]), list(rows)), adapters, strict=True)
+        for (own, lora), out in zip(parts, torch.split(result.reshape(-1, result.shape[-1]), list(rows)), strict=True):
+            if lora is not None:
+                own = own.to(lora.a.dtype)
+                own = own if lora.dropout is None else own * lora.dropout(torch.ones_like(own))
+                out = (out + F.linear(F.linear(own, lora.a), lora.b) * lora.scale).to(out.dtype)
+            pieces.append(out)
         return torch.cat(pieces).view(result.shape)

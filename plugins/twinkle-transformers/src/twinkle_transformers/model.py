@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 
@@ -67,6 +67,7 @@ class TransformersModel(SessionModel):
 
     adapters: ModelStore
     engine: TransformersEngine
+    engine_cls: ClassVar[type[TransformersEngine]] = TransformersEngine
 
     def __init__(
         self,
@@ -115,7 +116,7 @@ class TransformersModel(SessionModel):
             "strategy": f"{strategy} (one process: not wrapped)",
             "gradient_checkpointing": bool(gradient_checkpointing),
         }
-        engine = TransformersEngine(
+        engine = self.engine_cls(
             module, precision=precision, device=device, mesh=device_mesh, scaler=scaler, on_nonfinite=on_nonfinite, facts=facts
         )
         adapters = self.make_adapters(module, precision, lambda: getattr(self.sessions[BASE].template, "tokenizer", None))

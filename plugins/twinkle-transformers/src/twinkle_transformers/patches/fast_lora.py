@@ -11,13 +11,12 @@ import types
 from collections.abc import Collection
 from typing import Any
 
-import torch
 from peft.tuners.lora.layer import Linear as LoraLayer
 from torch import Tensor, nn
 
 from twinkle_core.contracts.patch import Patch
 from twinkle_core.errors import PatchOrder
-from twinkle_core.ops.lora_linear import lora_linear
+from twinkle_core.ops.lora_linear import lora_linear, one_type
 from twinkle_core.ops.token_logps import is_plain
 from twinkle_transformers.tree import peft_layers
 
@@ -72,7 +71,7 @@ def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return LoraLayer.forward(self, x, *args, **kwargs)  # type: ignore[no-any-return]
     base: Any = self.base_layer
     a, b, dropout = self.lora_A[name].weight, self.lora_B[name].weight, self.lora_dropout[name]
-    if not _one_type(x, base.weight, a, b):
+    if not one_type(x, base.weight, a, b):
         return LoraLayer.forward(self, x)  # type: ignore[no-any-return]
     dropped = None
     if type(dropout) is not nn.Identity and not (type(dropout) is nn.Dropout and (dropout.p == 0 or not dropout.training)):
@@ -97,10 +96,3 @@ def _watched(*modules: nn.Module) -> bool:
     """Whether hooks wait for these modules to be called, forward or backward."""
     everywhere = nn.modules.module._has_any_global_hook()  # type: ignore[no-untyped-call]
     return bool(everywhere) or any(m._backward_hooks or m._backward_pre_hooks for m in modules)
-
-
-def _one_type(x: Tensor, *others: Tensor) -> bool:
-    """Whether linear layers would compute in one type: that of all, or autocast's."""
-    if torch.is_autocast_enabled(x.device.type):
-        return all(t.dtype != torch.float64 for t in (x, *others))
-    return all(t.dtype == x.dtype for t in others)
