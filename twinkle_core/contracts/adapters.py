@@ -74,6 +74,14 @@ class AdapterStore(ABC):
         """Raise CheckpointMismatch if the weights in ``folder`` would compute something else in this adapter than in the one
         they were saved from, though keys and shapes are the same (a scale, a method). Called before anything is loaded."""
 
+    def training_state(self, name: str) -> dict[str, Any]:
+        """What training of an adapter goes on from, beside its weights: plain numbers (a count of random draws). It is saved
+        with the optimizer."""
+        return {}
+
+    def load_training_state(self, name: str, state: Mapping[str, Any]) -> None:  # noqa: B027  (optional)
+        """Put back ``training_state``. ``state`` may be of another kind of store, or of none: take what is known."""
+
     def describe(self, name: str) -> dict[str, Any]:
         """Facts for ``get_train_configs``: rank, alpha, targets."""
         return {}

@@ -5,6 +5,7 @@ weights                 by the store: plain files that PEFT or the model's own l
 trainer_state.json      :class:`TrainerState`; names, sizes and hashes of all other files
 optimizer.safetensors   tensors of the optimizer's state under ``<state>/<parameter>``; ``optimizer.json`` the rest
 scheduler.json          the scheduler's numbers
+adapter.json            what a store keeps of the adapter beside its weights, if anything
 engine.safetensors      tensors of the engine's state; ``engine.json`` the rest (the gradient scaler)
 gradients.safetensors   the gradients of an open accumulation window, by parameter
 rng.safetensors         random state of torch and devices; ``rng.json`` of Python and numpy
@@ -153,6 +154,8 @@ def gather(model: Sessions, session: Session) -> Parts:
             name = type(session.scheduler).__name__
             state = to_plain(session.scheduler.state_dict(), f"the state of scheduler {name}")
             parts.data["scheduler"] = {"class": name, "state": state}
+    if held := model.adapters.training_state(session.name):
+        parts.data["adapter"] = to_plain(held, f"the training state of adapter '{session.name}'")
     if window.open:
         parts.tensors["gradients"] = {k: p.grad for k, p in model._named(session).items() if p.grad is not None}
     state = model.engine.state_dict()
@@ -286,6 +289,7 @@ class Loaded:
     state: TrainerState
     optimizer: dict[str, Any] | None = None
     scheduler: dict[str, Any] | None = None
+    adapter: dict[str, Any] = field(default_factory=dict)
     engine: dict[str, Any] = field(default_factory=dict)
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
     rng_tensors: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -336,6 +340,9 @@ def read(model: Sessions, session: Session, folder: Path, state: TrainerState) -
             scheduler = from_plain(_data(folder, "scheduler")["state"], session.scheduler.state_dict())
             loaded.notes += differences.of_scheduler(session.scheduler, scheduler)
             loaded.scheduler = scheduler
+    if "adapter.json" in state.files:
+        with _reading(folder, "adapter.json"):
+            loaded.adapter = from_plain(_data(folder, "adapter"))
     with _reading(folder, "engine.json"):
         loaded.engine = from_plain(_data(folder, "engine")) | _tensors(folder, "engine")
     with _reading(folder, "gradients.safetensors"):
@@ -387,6 +394,7 @@ def apply(model: Sessions, session: Session, loaded: Loaded) -> None:
         session.optimizer._opt_called = state.cur_step > 0  # type: ignore[attr-defined]
     if session.scheduler is not None:
         session.scheduler.load_state_dict(loaded.scheduler)
+    model.adapters.load_training_state(session.name, loaded.adapter)
     model.engine.load_state_dict(loaded.engine)
     rescale = model.engine.loss_scale() / state.gradient_scale  # 1 unless the precision is another
     for name, parameter in model._named(session).items():

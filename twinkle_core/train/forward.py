@@ -329,7 +329,8 @@ class ForwardVerbs(Sessions):
             args = micro.cut_args(loss_args, at, rows, self.engine.device)
             batch = Batch(part.batch.inputs, part.batch.rows, args, part.batch.dummy)
             with self.adapters.activate(part.active), self.engine.mode(part.train):
-                train, ranks = part.train and not part.batch.dummy, self.engine.ranks()
+                train = part.train and not part.batch.dummy and part.active == session.name
+                ranks = self.engine.ranks()
                 part.loss = losses.call(loss, batch, part.output, train=train, ranks=ranks)
 
     def _check_trained(self, session: Session) -> None:

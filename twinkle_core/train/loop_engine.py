@@ -185,10 +185,13 @@ class LoopEngine(Engine):
         scaler.update()
         scaler._per_optimizer_states.update(others)
         after = scaler.get_scale()
-        if after != before:
-            for other in self._optimizers:
-                if other is not optimizer and other not in self._windows and (grads := gradients(other)):
-                    torch._foreach_mul_(grads, after / before)
+        self._follow(after / before, optimizer)
+
+    def _follow(self, ratio: float, but: torch.optim.Optimizer | None = None) -> None:
+        """Bring the gradients of open windows, which are scaled still, to a new scale."""
+        for optimizer in self._optimizers if ratio != 1 else ():
+            if optimizer is not but and optimizer not in self._windows and (grads := gradients(optimizer)):
+                torch._foreach_mul_(grads, ratio)
 
     def zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
         optimizer.zero_grad(set_to_none=True)
@@ -207,7 +210,9 @@ class LoopEngine(Engine):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if self.scaler is not None and "scaler" in state:
+            before = self.scaler.get_scale()
             self.scaler.load_state_dict(dict(state["scaler"]))
+            self._follow(self.scaler.get_scale() / before)  # other adapters' windows stay as they were meant
 
     def describe(self) -> dict[str, Any]:
         return {"model": type(self.module).__name__, "device": str(self.device)}

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections import deque
+from threading import Lock, get_ident
 from types import TracebackType
 
 
@@ -19,8 +19,8 @@ class Turns:
     """
 
     def __init__(self) -> None:
-        self._guard = threading.Lock()  # held for a few lines at a time, never while waiting
-        self._queue: deque[tuple[int, threading.Lock]] = deque()
+        self._guard = Lock()  # held for a few lines at a time, never while waiting
+        self._queue: deque[tuple[int, Lock]] = deque()
         self._owner: int | None = None
         self._depth = 0
 
@@ -31,12 +31,12 @@ class Turns:
 
     def acquire(self) -> None:
         """Wait for the turn of this thread."""
-        me = threading.get_ident()
+        me = get_ident()
         with self._guard:
             if self._owner == me or self._owner is None:
                 self._owner, self._depth = me, self._depth + 1
                 return
-            gate = threading.Lock()
+            gate = Lock()
             gate.acquire()
             self._queue.append((me, gate))
         try:
@@ -56,7 +56,7 @@ class Turns:
             RuntimeError: it is not this thread's turn.
         """
         with self._guard:
-            if self._owner != threading.get_ident():
+            if self._owner != get_ident():
                 raise RuntimeError("a turn is given up by the thread whose turn it is")
             self._depth -= 1
             if not self._depth:

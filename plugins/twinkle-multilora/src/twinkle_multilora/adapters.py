@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -79,7 +80,9 @@ class SlotAdapters(ModelStore):
         self._parameters: dict[str, dict[str, torch.nn.Parameter]] = {}  # by tenant
         self._draws: dict[int, Draws] = {}  # by slot
         first = self.pool.slots[0].adapter_name
-        places = self._places(first, self._rehearse(first, rules.check_config(first, planned, module, [])))
+        planned = rules.check_config(first, planned, module, [])
+        copied = partial(tree.skeleton, module)
+        places = self._places(first, rehearse.rehearse(first, copied, _INNER, planned, type(module).__name__))
         base = set(module.parameters())
         for number, (key, place) in enumerate(places.items()):
             sizes = (place.in_features, place.out_features)
@@ -130,16 +133,11 @@ class SlotAdapters(ModelStore):
         config = rules.check_config(name, config, self.module, [])
         check_options(name, config)
         check_ranks(name, config, self.pool.max_r)
-        trial = self._rehearse(name, config)
-        check_targets(name, self._places(name, trial), self.layers)
-        base = tree.plain_parameters(self.module)
-        reads = {key: base[key] for key in trial.reads}
-        if state is not None:
-            checkpoint.check_keys(trial.tensors, state, f"adapter '{name}'")
-        else:
-            rehearse.check_not_rounded(name, reads, self.precision)
-        with self.precision.as_stored(base.values(), set(reads.values())):
-            made = rehearse.inject(self._plain(False), _INNER, config, weightless=False)
+        with _unmoved():
+            made = self._try_out(name, config, fresh=state is None)
+            check_targets(name, self._places(name, made), self.layers)
+            if state is not None:
+                checkpoint.check_keys(made.tensors, state, f"adapter '{name}'")
         slot = self.pool.next_free()
         try:
             self._fill(name, slot, made, config)
@@ -156,14 +154,31 @@ class SlotAdapters(ModelStore):
         self._empty(name, slot)
         self.pool.give_back(name)
 
-    def _plain(self, weightless: bool) -> Any:
-        """A copy of the tree as it is without slots."""
-        copied = tree.skeleton(self.module, weightless)
+    def _plain(self) -> Any:
+        """A copy of the tree as it is without slots, over the same weights."""
+        copied = tree.skeleton(self.module, weightless=False)
         tree.unwrap(copied)
         return copied
 
-    def _rehearse(self, name: str, config: LoraConfig) -> Trial:
-        return rehearse.rehearse(name, self._plain, _INNER, config, type(self.module).__name__)
+    def _try_out(self, name: str, config: LoraConfig, fresh: bool) -> Trial:
+        """What plain peft would make of a config, numbers and all, on a copy of the tree that shares the base's weights.
+
+        Args:
+            fresh: whether its first numbers will be used.
+        """
+        base = tree.plain_parameters(self.module)
+        state = torch.get_rng_state()
+        reads: dict[str, torch.nn.Parameter] = {}
+        with rehearse.refusals(name, type(self.module).__name__):
+            with self.precision.as_stored(base.values(), ()):
+                made = rehearse.inject(self._plain(), _INNER, config, weightless=False)
+            reads = {key: base[key] for key in made.reads if base[key] in self.precision.narrowed}
+            if reads and fresh:  # it began from values that were left out
+                rehearse.check_not_rounded(name, reads, self.precision)
+                torch.set_rng_state(state)
+                with self.precision.as_stored(base.values(), set(reads.values())):
+                    made = rehearse.inject(self._plain(), _INNER, config, weightless=False)
+        return made
 
     def _places(self, name: str, trial: Trial) -> dict[str, Linear]:
         """What peft puts beside the base model's layers, by the layers' names.
@@ -277,6 +292,17 @@ class SlotAdapters(ModelStore):
     def describe(self, name: str) -> dict[str, Any]:
         facts = super().describe(name)
         return {**facts, "slot": f"{self.slot(name).adapter_name} of {len(self.pool.slots)}"} if facts else facts
+
+
+@contextmanager
+def _unmoved() -> Iterator[None]:
+    """An exception inside leaves torch's random state as it was."""
+    state = torch.get_rng_state()
+    try:
+        yield
+    except BaseException:
+        torch.set_rng_state(state)
+        raise
 
 
 def _seed(name: str) -> int:

@@ -73,7 +73,8 @@ class SlotLinear(torch.nn.Module, BaseTunerLayer):  # type: ignore[misc]
     The storage is made once: ``flat_A`` ``[max_loras, max_r * in]`` and ``flat_B`` ``[max_loras, out * max_r]``, fp32, where
     the base layer's weight lives. A slot that is held has a ``Part`` in ``parts``, whose parameters have the tenant's own
     rank: its first ``r * in`` and ``out * r`` numbers. So slots of one rank can be seen stacked without a copy:
-    ``flat_A[:, : r * in].view(max_loras, r, in)`` and ``flat_B[:, : out * r].view(max_loras, out, r)``.
+    ``flat_A[:, : r * in].view(max_loras, r, in)`` and ``flat_B[:, : out * r].view(max_loras, out, r)``. (Changes of the
+    storage and of each parameter are counted apart: let a graph keep parameters, or copies, never the storage.)
 
     It is one of peft's tuner layers by its base class, so whatever looks through those sees the base layer.
 
@@ -130,7 +131,8 @@ class SlotLinear(torch.nn.Module, BaseTunerLayer):  # type: ignore[misc]
         with torch.no_grad():
             a.copy_(A)
             b.copy_(B)
-        part = Part(torch.nn.Parameter(a), torch.nn.Parameter(b), scaling, dropout, draws)
+        # ``data``: views would share one count of changes, and a tenant's update would spoil the graphs of all others
+        part = Part(torch.nn.Parameter(a.data), torch.nn.Parameter(b.data), scaling, dropout, draws)
         self.lora_A[name], self.lora_B[name] = part.A, part.B
         self.parts[slot] = part
 

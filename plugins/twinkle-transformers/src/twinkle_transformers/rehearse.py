@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,6 +62,17 @@ def inject(copied: Any, inner: str, config: PeftConfig, *, weightless: bool) -> 
     return Trial(copied, tensors, sorted(reads.found))
 
 
+@contextmanager
+def refusals(name: str, model: str) -> Iterator[None]:
+    """What peft raises inside is a BadAdapter that says so."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            yield
+        except _REFUSALS as error:
+            raise BadAdapter(name, f"peft can't add it to {model}: {error}") from error
+
+
 def rehearse(name: str, copied: Callable[[bool], Any], inner: str, config: PeftConfig, model: str) -> Trial:
     """Inject into a copy without weights. No random number is drawn.
 
@@ -72,15 +84,11 @@ def rehearse(name: str, copied: Callable[[bool], Any], inner: str, config: PeftC
         BadAdapter: peft refuses it.
     """
     # numbers that a rehearsal draws must not be missing afterwards: the same seed gives the same adapter as in plain peft
-    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
-        warnings.simplefilter("ignore")
+    with refusals(name, model), torch.random.fork_rng(devices=[]):
         try:
-            try:
-                return inject(copied(True), inner, config, weightless=True)
-            except NotImplementedError:  # a method whose layers look at the base weights' values (SHiRA's mask)
-                return inject(copied(False), inner, config, weightless=False)
-        except _REFUSALS as error:
-            raise BadAdapter(name, f"peft can't add it to {model}: {error}") from error
+            return inject(copied(True), inner, config, weightless=True)
+        except NotImplementedError:  # a method whose layers look at the base weights' values (SHiRA's mask)
+            return inject(copied(False), inner, config, weightless=False)
 
 
 def check_not_rounded(name: str, reads: Mapping[str, torch.nn.Parameter], precision: Precision) -> None:
