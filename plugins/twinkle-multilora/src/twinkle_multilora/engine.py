@@ -58,6 +58,7 @@ class SlotEngine(TransformersEngine):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._sharing: dict[Any, Sharing] = {}
+        self._forwards: dict[int, Pack] = {}  # by slot: the training forward that waits for its backward
 
     # ------------------------------------------------------------------------------------------------ what can be shared
 
@@ -83,15 +84,28 @@ class SlotEngine(TransformersEngine):
     def forward(
         self, batch: Batch, needs: frozenset[str], *, train: bool, temperature: float = 1.0, task: str = "causal_lm"
     ) -> ModelOutput:
-        # layers that backward computes anew ask again whose rows they have, and by then this pass is over
-        piece = None if train and self._computes_anew() else self.piece(batch, needs, task)
+        piece = self.piece(batch, needs, task)
         if piece is None or self.slots is None:
             if train and self.slots is not None:
+                self._forwards.pop(self.slots.selection.active, None)  # type: ignore[arg-type]
                 self.slots.begin_pass()
             return super().forward(batch, needs, train=train, temperature=temperature, task=task)
-        with self._pass([piece], [self.slots.selection.active], train) as packed:
+        slot = self.slots.selection.active
+        with self._pass([piece], [slot], train) as packed:
             (output,) = self._outputs(packed, [needs], temperature, train)
+        if train and slot is not None:
+            self._forwards[slot] = packed
         return output
+
+    def backward(self, loss_sum: torch.Tensor, *, sync: bool = True) -> None:
+        """See ``Engine.backward``. Layers that are computed anew here ask again whose rows they have."""
+        slot = self.slots.selection.active if self.slots is not None else None
+        if slot is None or self.slots is None or slot not in self._forwards:
+            super().backward(loss_sum, sync=sync)
+            return
+        packed = self._forwards.pop(slot)
+        with self._made_ready(packed, [slot], False):
+            super().backward(loss_sum, sync=sync)
 
     def describe(self) -> dict[str, Any]:
         known = list(self._sharing.values())
@@ -119,9 +133,6 @@ class SlotEngine(TransformersEngine):
             if share.error is not None:
                 raise share.error
 
-    def _computes_anew(self) -> bool:
-        return bool(getattr(self.module, "is_gradient_checkpointing", False))
-
     # ------------------------------------------------------------------------------------------------ several
 
     def run_shared(self, shares: Sequence[Share], *, temperature: float = 1.0) -> None:
@@ -146,15 +157,23 @@ class SlotEngine(TransformersEngine):
 
     @contextmanager
     def _pass(self, pieces: Sequence[Piece], slots: Sequence[int | None], train: bool) -> Iterator[Pack]:
-        """The model made ready for a packed pass: whose rows are whose, and where they end."""
-        assert self.slots is not None
+        """The model made ready for a packed pass."""
         packed = pack(pieces)
-        spans = [Span(slot, piece.count) for slot, piece in zip(slots, pieces, strict=True)]
+        for slot in slots if train else ():
+            self._forwards.pop(slot, None)  # type: ignore[arg-type]
+        with self._made_ready(packed, slots, train):
+            yield packed
+
+    @contextmanager
+    def _made_ready(self, packed: Pack, slots: Sequence[int | None], train: bool) -> Iterator[None]:
+        """Inside, the model knows whose rows are whose, and where they end."""
+        assert self.slots is not None
+        spans = [Span(slot, piece.count) for slot, piece in zip(slots, packed.pieces, strict=True)]
         if packed.filler:
             spans.append(Span(None, packed.filler))
         apart = self.sharing.way == "apart"
         with rows_apart(self.module, packed.lengths), self.slots.share(spans, apart=apart, train=train):
-            yield packed
+            yield
 
     def _outputs(self, packed: Pack, needs: Sequence[frozenset[str]], temperature: float, train: bool) -> list[ModelOutput]:
         """What each piece needs, in its batch's layout."""
