@@ -159,15 +159,16 @@ class _LoraLinear(torch.autograd.Function):
             d_dropped = torch.zeros_like(kept)
         target = d_dropped if given else d_x
         d_factors: list[Tensor | None] = []
+        nothing = g.new_empty(())  # times 0: with ``alpha`` the scale costs no pass of its own
         for i, (cut, scale, drop, (a, b)) in enumerate(zip(_cuts(rows), scales, drops, _pairs(factors), strict=True)):
             wants_a, wants_b = ctx.needs_input_grad[8 + 2 * i : 10 + 2 * i]
             if a is None or b is None:
                 d_factors += [None, None]
                 continue
             own = g[cut]
-            g_low = (b.t() @ own.t()).mul_(scale)
+            g_low = torch.addmm(nothing, b.t(), own.t(), beta=0, alpha=scale)
             d_factors.append(g_low @ (kept[cut] if drop is None else drop(kept[cut])) if wants_a else None)
-            d_factors.append((low[i] @ own).mul_(scale).t() if wants_b else None)
+            d_factors.append(torch.addmm(nothing, low[i], own, beta=0, alpha=scale).t() if wants_b else None)
             if target is not None and drop is None:
                 target[cut].addmm_(g_low.t(), a)
             elif target is not None and drop is not None:

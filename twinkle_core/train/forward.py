@@ -211,9 +211,8 @@ class ForwardVerbs(Sessions):
             says so. Metrics learn of a call that succeeded only.
         """
         limits.check_temperature(temperature)
-        with self.turns:
-            session = self._session(adapter_name)
-            self._check_enabled("forward_backward", session)
+        session = self._session(adapter_name)  # here: which one is meant depends on the thread that calls
+        self._check_enabled("forward_backward", session)
         asked = Asked(session, inputs, micro_batch_size, gradient_accumulation_steps, temperature, task, loss_args)
         return self._serve(asked)
 

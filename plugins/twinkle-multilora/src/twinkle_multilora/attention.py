@@ -69,9 +69,8 @@ def configs_of(module: torch.nn.Module) -> list[Any]:
 
 
 @contextmanager
-def rows_apart(module: torch.nn.Module, lengths: Sequence[int]) -> Iterator[None]:
-    """Inside, the model's attention takes one sequence ``[1, T]`` for rows of these lengths."""
-    configs = configs_of(module)
+def rows_apart(configs: Sequence[Any], lengths: Sequence[int]) -> Iterator[None]:
+    """Inside, the attention of the model with these configs takes one sequence ``[1, T]`` for rows of these lengths."""
     before = [config._attn_implementation for config in configs]
     try:
         for config in configs:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -58,6 +58,7 @@ class SlotEngine(TransformersEngine):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._sharing: dict[Any, Sharing] = {}
+        self._configs = configs_of(self.module)
         self._forwards: dict[int, Pack] = {}  # by slot: the training forward that waits for its backward
 
     # ------------------------------------------------------------------------------------------------ what can be shared
@@ -66,7 +67,7 @@ class SlotEngine(TransformersEngine):
     def sharing(self) -> Sharing:
         """How passes are shared. Asked of the model once for each attention, type and number of threads."""
         assert self.slots is not None
-        how = tuple(str(config._attn_implementation) for config in configs_of(self.module))
+        how = tuple(str(config._attn_implementation) for config in self._configs)
         key = (how, self.precision.compute, torch.get_num_threads())
         if key not in self._sharing:
             self._sharing[key] = sharing_of(self.module, self.slots, lambda: self.precision.autocast(self.device), self.device)
@@ -152,8 +153,25 @@ class SlotEngine(TransformersEngine):
                     share.error = error
                     continue
                 total = share.loss.sum if total is None else total + share.loss.sum
+            failed = [share.slot for share in shares if share.error is not None]
             if total is not None:
-                self.backward(total)
+                with self._kept(failed):
+                    self.backward(total)
+
+    @contextmanager
+    def _kept(self, slots: Sequence[int]) -> Iterator[None]:
+        """On leaving, the gradients of these slots are what they were. Their rows went through the model with those of others,
+        and a backward gives each row a gradient, if only 0 (or NaN, where a number in it is not finite)."""
+        assert self.slots is not None
+        names = [self.slots.pool.slots[slot].tenant_adapter_name for slot in slots]
+        found = [(p, p.grad) for name in names if name is not None for p in self.slots.parameters(name).values()]
+        for parameter, _ in found:
+            parameter.grad = None
+        try:
+            yield
+        finally:
+            for parameter, gradient in found:
+                parameter.grad = gradient
 
     @contextmanager
     def _pass(self, pieces: Sequence[Piece], slots: Sequence[int | None], train: bool) -> Iterator[Pack]:
@@ -172,7 +190,7 @@ class SlotEngine(TransformersEngine):
         if packed.filler:
             spans.append(Span(None, packed.filler))
         apart = self.sharing.way == "apart"
-        with rows_apart(self.module, packed.lengths), self.slots.share(spans, apart=apart, train=train):
+        with rows_apart(self._configs, packed.lengths), self.slots.share(spans, apart=apart, train=train):
             yield
 
     def _outputs(self, packed: Pack, needs: Sequence[frozenset[str]], temperature: float, train: bool) -> list[ModelOutput]:
@@ -195,6 +213,15 @@ class SlotEngine(TransformersEngine):
                         output["logits"] = shown(rows)
                 outputs.append(output)
         return outputs
+
+    def make_optimizer(
+        self, cls: Any, parameters: Mapping[str, torch.nn.Parameter], kwargs: Mapping[str, Any]
+    ) -> torch.optim.Optimizer:
+        """See ``Engine.make_optimizer``. Many tenants have many small tensors: where torch has an update that is one kernel for
+        all of a tenant's, it is used, unless ``fused`` or ``foreach`` is given."""
+        if cls in (torch.optim.Adam, torch.optim.AdamW) and not {"fused", "foreach"} & kwargs.keys():
+            kwargs = {**kwargs, "fused": True}
+        return super().make_optimizer(cls, parameters, kwargs)
 
     def _tokens(
         self, packed: Pack, needs: Sequence[frozenset[str]], hidden: torch.Tensor, layer: Any, temperature: float

@@ -133,7 +133,7 @@ def _pass(
     with (
         _at_rest(module),
         torch.enable_grad(),
-        rows_apart(module, packed.lengths),
+        rows_apart(configs_of(module), packed.lengths),
         slots.share(spans, apart=apart, train=False),
     ):
         hidden = module.base_model(inputs_embeds=embedded, position_ids=packed.positions, use_cache=False).last_hidden_state
