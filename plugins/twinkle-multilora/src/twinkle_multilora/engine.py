@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from twinkle_core.contracts.engine import Batch, LossFn
+from twinkle_core.isolation import attempt
 from twinkle_core.ops.token_logps import Tempered, token_logps
 from twinkle_core.train.loop_engine import evaluating
 from twinkle_core.types import IGNORE_INDEX, LossOutput, ModelOutput
@@ -41,7 +43,7 @@ class Share:
     needs: frozenset[str]
     loss_fn: LossFn
     loss: LossOutput | None = None
-    error: Exception | None = None
+    error: BaseException | None = None
 
 
 class SlotEngine(TransformersEngine):
@@ -147,10 +149,10 @@ class SlotEngine(TransformersEngine):
             outputs = self._outputs(packed, [share.needs for share in shares], temperature, True)
             total: torch.Tensor | None = None
             for share in shares:
-                try:  # outputs are handed over one by one, so that none outlives its loss
-                    share.loss = share.loss_fn(share.batch, outputs.pop(0))
-                except Exception as error:  # a tenant's own loss: its fault is its own
-                    share.error = error
+                # a tenant's own loss: its fault is its own. Outputs are handed over one by one: none outlives its loss
+                done = attempt(functools.partial(share.loss_fn, share.batch, outputs.pop(0)))
+                share.loss, share.error = done.value, done.error
+                if share.loss is None:
                     continue
                 total = share.loss.sum if total is None else total + share.loss.sum
             failed = [share.slot for share in shares if share.error is not None]

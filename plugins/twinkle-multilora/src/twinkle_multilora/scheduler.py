@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
+
+from twinkle_core.isolation import attempt
 
 if TYPE_CHECKING:
     import torch
@@ -90,10 +93,11 @@ class TenantScheduler:
         calls = []
         try:
             for ticket in tickets:
-                try:
-                    calls.append((ticket, self._model._ready(ticket.asked)))
-                except Exception as error:  # is raised to the tenant whose call it is
-                    ticket.outcome = error
+                done = attempt(functools.partial(self._model._ready, ticket.asked))
+                if done.value is None:
+                    ticket.outcome = done.error  # is raised to the tenant whose call it is
+                else:
+                    calls.append((ticket, done.value))
             outcomes = self._model._run_all([call for _, call in calls])
             for (ticket, _), outcome in zip(calls, outcomes, strict=True):
                 ticket.outcome = outcome

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from twinkle_core.contracts.adapters import BASE
 from twinkle_core.errors import BadArgument
+from twinkle_core.isolation import attempt
 from twinkle_core.train import limits
 from twinkle_core.train.calls import Asked, Call
 from twinkle_core.train.forward import ForwardVerbs
@@ -72,7 +73,7 @@ class Together(ForwardVerbs):
             calls.append(self._ready(Asked(session, rows, None, gradient_accumulation_steps, temperature, loss_args=own)))
         outcomes = self._run_all(calls)
         for outcome in outcomes:
-            if isinstance(outcome, Exception):
+            if isinstance(outcome, BaseException):
                 raise outcome
         return dict(zip(inputs, outcomes, strict=True))
 
@@ -97,28 +98,30 @@ class Together(ForwardVerbs):
         return piece.count if piece is not None else None
 
     def _attempt(self, call: Call) -> Outcome:
-        try:
-            return self._run(call)
-        except Exception as error:  # is raised to the tenant whose call it is
-            return error
+        done = attempt(lambda: self._run(call))  # what it raises is raised to the tenant whose call it is
+        return done.value if done.error is None else done.error
 
     def _run_group(self, calls: Sequence[Call]) -> list[Outcome]:
         """Calls in one pass. Where it fails before any backward, each by itself: so whose fault it is shows."""
         drops: list[list[bool]] = []
-        try:
-            with contextlib.ExitStack() as stack:
-                shares = []
-                for call in calls:
-                    self._begin(call)
-                    drops.append(stack.enter_context(self._or_drop(call.session)))
-                    slot = self.adapters.slot(call.session.name).index
-                    shares.append(Share(slot, call.batches[0], call.needs, self._loss_fn(call, drops[-1])))
-                self.engine.run_shared(shares, temperature=calls[0].asked.temperature)
-        except Exception as error:
-            if any(drops):
-                return [error for _ in calls]
-            return [self._attempt(call) for call in calls]
-        return [self._outcome(call, share) for call, share in zip(calls, shares, strict=True)]
+        done = attempt(lambda: self._pass_of(calls, drops))
+        if done.value is not None:
+            return [self._outcome(call, share) for call, share in zip(calls, done.value, strict=True)]
+        if any(drops):
+            return [done.error for _ in calls]
+        return [self._attempt(call) for call in calls]
+
+    def _pass_of(self, calls: Sequence[Call], drops: list[list[bool]]) -> list[Share]:
+        """One pass. ``drops``: gets, for each call, what is not empty once a backward of it may have run."""
+        with contextlib.ExitStack() as stack:
+            shares = []
+            for call in calls:
+                self._begin(call)
+                drops.append(stack.enter_context(self._or_drop(call.session)))
+                slot = self.adapters.slot(call.session.name).index
+                shares.append(Share(slot, call.batches[0], call.needs, self._loss_fn(call, drops[-1])))
+            self.engine.run_shared(shares, temperature=calls[0].asked.temperature)
+        return shares
 
     def _outcome(self, call: Call, share: Share) -> Outcome:
         if share.error is not None:
