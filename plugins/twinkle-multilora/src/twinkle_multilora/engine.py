@@ -30,6 +30,8 @@ else:
     _engine = needed("twinkle_transformers.engine", "transformers", "SlotEngine")
     TOKEN_NEEDS, TransformersEngine, training = _engine.TOKEN_NEEDS, _engine.TransformersEngine, _engine.training
 
+#: rows of logits at a time: so few that they stay near the processor, and enough to keep a matmul busy
+CHUNK = 128
 #: what a packed pass can compute
 _NEEDS = frozenset({"logps", "entropies", "predictions", "hidden", "logits"})
 
@@ -242,7 +244,9 @@ class SlotEngine(TransformersEngine):
                 labels = torch.cat([*kept, labels[0, labels.shape[1] - packed.filler :]])[None]
             predictions = any("predictions" in want for want, own in zip(needs, mine, strict=True) if own)
             asked = at_least(labels)
-            values = token_logps(hidden, layer, asked, entropies=entropies, predictions=predictions, temperature=temperature)
+            values = token_logps(
+                hidden, layer, asked, entropies=entropies, predictions=predictions, temperature=temperature, chunk_size=CHUNK
+            )
             for name, value, fill in zip(("logps", "entropies", "predictions"), values, (0.0, 0.0, IGNORE_INDEX), strict=True):
                 if value is None:
                     continue
