@@ -58,6 +58,7 @@ KNOWN = {
     ("optimizer", "rprop"): ("Rprop", "twinkle-core", "0.1.0"),
     ("optimizer", "sgd"): ("SGD", "twinkle-core", "0.1.0"),
     ("patch", "embedding"): ("EmbeddingPatch", "twinkle-core", "0.1.0"),
+    ("patch", "fast_lora"): ("FastLora", "twinkle-transformers", "0.1.0"),
     ("patch", "value_head"): ("ValueHeadPatch", "twinkle-core", "0.1.0"),
     ("preprocessor", "alpaca"): ("AlpacaProcessor", "twinkle-core", "0.1.0"),
     ("preprocessor", "messages"): ("MessagesProcessor", "twinkle-core", "0.1.0"),

@@ -128,7 +128,7 @@ def test_load_tells_what_is_broken(installed, capsys):
     )
     status, rows, _ = shown(capsys, "--kind", "patches", "--load")
     assert status == 0
-    assert {name: row["state"] for (_, name), row in rows.items()} == {
+    assert {name: row["state"] for (_, name), row in rows.items() if row["distribution"] == "acme"} == {
         "raises": "broken", "exits": "broken", "loud": "ok", "fine": "ok",
     }  # fmt: skip
     assert "ImportError: libfoo missing" in rows["patch", "raises"]["why"]
@@ -148,6 +148,7 @@ def test_states_that_need_no_import(installed, capsys, monkeypatch):
     status, rows, _ = shown(capsys, "--kind", "patch")
     assert status == 0
     states = {row["distribution"] + "/" + row["name"]: row["state"] for row in rows.values()}
+    states = {name: state for name, state in states.items() if not name.startswith("twinkle-")}
     assert states == {
         "acme/same": "shared name",
         "beta/Same": "shared name",

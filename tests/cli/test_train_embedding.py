@@ -82,7 +82,7 @@ def test_what_is_written_stays_and_what_is_not_is_filled_in():
         ({"patches": [{"cls": "embedding", "pooling": "max"}]}, "it must be one of 'last_token', 'mean', 'cls'"),
         ({"patches": "embeding"}, "Did you mean 'embedding'"),
         ({"dataset": {"id": "bundled://self-cognition"}}, "Let a preprocessor make groups of them: preprocessor: triplet"),
-        ({"task": "embeddings"}, "task: must be 'sft' or 'embedding'"),
+        ({"task": "embeddings"}, "task: must be 'sft', 'pt', 'dpo' or 'embedding'"),
     ],
     ids=str,
 )

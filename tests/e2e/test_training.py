@@ -152,7 +152,7 @@ def test_saved_lora_loads_in_plain_peft(tiny, tmp_path):
     ids = torch.tensor([encoded(tiny)[0]["input_ids"]])
     plain = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny, attn_implementation="eager"), folder).eval()
     ours = m.forward_only([{"input_ids": ids[0].tolist()}]).logits
-    torch.testing.assert_close(plain(input_ids=ids).logits, ours, rtol=0, atol=1e-6)
+    torch.testing.assert_close(plain(input_ids=ids).logits, ours, rtol=0, atol=1e-5)
     base = m.forward_only([{"input_ids": ids[0].tolist()}], disable_lora=True).logits
     assert not torch.allclose(base, ours, atol=1e-3)
 
@@ -168,7 +168,7 @@ def test_saved_full_model_loads_in_plain_transformers_with_its_tokenizer(tiny, t
     plain = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
     ids = tokenizer.apply_chat_template(conversations(1)[0]["messages"], return_tensors="pt", return_dict=False)
     ours = m.forward_only([{"input_ids": ids[0].tolist()}]).logits
-    torch.testing.assert_close(plain(input_ids=ids).logits, ours, rtol=0, atol=1e-6)
+    torch.testing.assert_close(plain(input_ids=ids).logits, ours, rtol=0, atol=1e-5)
 
 
 def test_generate_answers_as_plain_transformers_does(tiny):

@@ -23,6 +23,7 @@ from twinkle_core.errors.backends import NoDevice as NoDevice
 from twinkle_core.errors.backends import NoModel as NoModel
 from twinkle_core.errors.backends import NotComputed as NotComputed
 from twinkle_core.errors.backends import PackingLeaks as PackingLeaks
+from twinkle_core.errors.backends import RowsNotApart as RowsNotApart
 from twinkle_core.errors.backends import UnknownModelClass as UnknownModelClass
 from twinkle_core.errors.backends import UnknownOption as UnknownOption
 from twinkle_core.errors.backends import WeightsMismatch as WeightsMismatch
@@ -123,6 +124,7 @@ from twinkle_core.errors.training import NotInForward as NotInForward
 from twinkle_core.errors.training import NotInOptimizer as NotInOptimizer
 from twinkle_core.errors.training import NoTrainableParameters as NoTrainableParameters
 from twinkle_core.errors.training import RowsChanged as RowsChanged
+from twinkle_core.errors.training import RowsDisagree as RowsDisagree
 from twinkle_core.errors.training import Unsupported as Unsupported
 from twinkle_core.errors.training import WindowNotStepped as WindowNotStepped
 from twinkle_core.errors.training import WindowSizeChanged as WindowSizeChanged

@@ -141,6 +141,15 @@ class BadInputs(TwinkleError, ValueError):
         super().__init__(f"inputs can't be used: {why}")
 
 
+class RowsDisagree(TwinkleError, ValueError):
+    """Rows of tenants that are not the rows of the batch."""
+
+    def __init__(self, rows: Sequence[int], adapters: int, found: int) -> None:
+        super().__init__(
+            f"rows={list(rows)} of {adapters} tenant(s) must be one number a tenant, and together the {found} rows of the input"
+        )
+
+
 class LabelsMissing(TwinkleError, ValueError):
     """A loss that needs labels, and rows without."""
 

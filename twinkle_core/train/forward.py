@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from twinkle_core import arguments
-from twinkle_core.contracts.engine import GENERATE, Batch
+from twinkle_core.contracts.adapters import BASE
+from twinkle_core.contracts.engine import GENERATE, Batch, LossFn
 from twinkle_core.contracts.metric import Metric
 from twinkle_core.contracts.model import Inputs
 from twinkle_core.errors import (
@@ -19,18 +21,17 @@ from twinkle_core.errors import (
     NoTemplate,
     NotInForward,
     NoTrainableParameters,
+    UnknownAdapter,
     Unsupported,
 )
 from twinkle_core.log import get_logger
 from twinkle_core.processors.input import row_lengths
 from twinkle_core.train import limits, losses, micro, normalise, optim
+from twinkle_core.train.calls import Asked, Call, by_size, read_by
 from twinkle_core.train.prepare import by_token, completed, count_rows, fit_args
 from twinkle_core.train.session import Pending, Session
 from twinkle_core.train.sessions import Sessions, one_at_a_time
 from twinkle_core.types import LossOutput, ModelOutput
-
-#: outputs that are too large to be kept for each micro-batch
-LARGE = frozenset({"logits", "hidden"})
 
 
 class ForwardVerbs(Sessions):
@@ -187,7 +188,7 @@ class ForwardVerbs(Sessions):
         self._losses_of(session, waiting, {})
         assert part.loss is not None
         with self.adapters.activate(session.name):
-            self._begin(session)
+            self._begin_window(session)
             with self._or_drop(session) as progress:
                 progress.append(True)
                 self.engine.backward(part.loss.sum, sync=session.window.due_after_next())
@@ -197,7 +198,6 @@ class ForwardVerbs(Sessions):
         session.last_loss = normalise.mean_of(part.loss)
         self._measure(session.metrics[True], part.batch, part.output, part.loss)
 
-    @one_at_a_time
     def forward_backward(
         self,
         inputs: Inputs,
@@ -230,46 +230,10 @@ class ForwardVerbs(Sessions):
             says so. Metrics learn of a call that succeeded only.
         """
         limits.check_temperature(temperature)
-        session = self._session(adapter_name)
+        session = self._session(adapter_name)  # here: which one is meant depends on the thread that calls
         self._check_enabled("forward_backward", session)
-        loss = self._loss(session)
-        losses.check_args(loss, loss_args)
-        rows = self._encode(session, inputs, loss_args)
-        losses.check_labels(loss, rows)
-        session.window.check_size(gradient_accumulation_steps)
-        session.window.check_backward()
-        self._check_trained(session)
-        batches = self.engine.prepare(self._resolved(session), rows, micro_batch_size=micro_batch_size, loss_args=loss_args)
-        session.window.resize(gradient_accumulation_steps)
-        coefficient, ranks = self.engine.aux_loss_coef, self.engine.ranks()
-        needs = losses.engine_needs(loss, session.metrics[True], task=task, aux=coefficient != 0)
-        task = losses.task_of(task, needs)
-        sums: list[LossOutput] = []
-        at_once, later = _by_size(session.metrics[True])
-        measured: list[tuple[Batch, ModelOutput, LossOutput]] = []
-        session.pending.pop(False, None)
-
-        with self.adapters.activate(session.name):
-            self._begin(session)
-            with self._or_drop(session) as progress:
-
-                def loss_fn(batch: Batch, output: ModelOutput) -> LossOutput:
-                    value = losses.call(loss, batch, output, train=not batch.dummy, ranks=ranks, aux_coef=coefficient)
-                    held = losses.detached(value)
-                    if not batch.dummy:
-                        self._measure(at_once, batch, output, held)
-                        measured.append((batch, _read_by(later, output), held))
-                    sums.append(held)
-                    progress.append(True)
-                    return value
-
-                self.engine.run_schedule(
-                    batches, needs, loss_fn, sync=session.window.due_after_next(), temperature=temperature, task=task
-                )
-                mean = self._count(session, sums)
-        for batch, output, value in measured:
-            self._measure(later, batch, output, value)
-        return mean
+        asked = Asked(session, inputs, micro_batch_size, gradient_accumulation_steps, temperature, task, loss_args)
+        return self._serve(asked)
 
     @one_at_a_time
     def generate(
@@ -322,6 +286,75 @@ class ForwardVerbs(Sessions):
     def _pads_left(self, session: Session) -> bool:
         return getattr(self._or_base(session, "processor"), "padding_side", "right") == "left"
 
+    @one_at_a_time
+    def _serve(self, asked: Asked) -> torch.Tensor:
+        """One ``forward_backward``. A subclass may gather several first."""
+        return self._run(self._ready(asked))
+
+    def _run(self, call: Call) -> torch.Tensor:
+        """A call by itself."""
+        session = call.session
+        with self.adapters.activate(session.name):
+            self._begin(call)
+            with self._or_drop(session) as progress:
+                self.engine.run_schedule(
+                    call.batches,
+                    call.needs,
+                    self._loss_fn(call, progress),
+                    sync=session.window.due_after_next(),
+                    temperature=call.asked.temperature,
+                    task=call.asked.task,
+                )
+                mean = self._count(session, call.sums)
+        self._measure_later(call)
+        return mean
+
+    def _ready(self, asked: Asked) -> Call:
+        """Check a call, and bring its rows to the device. Changes nothing."""
+        session, given = asked.session, asked.loss_args
+        if self.sessions.get(session.name) is not session:  # it was removed while the call waited for its turn
+            raise UnknownAdapter(session.name, None, [name for name in self.sessions if name != BASE])
+        loss = self._loss(session)
+        losses.check_args(loss, given)
+        rows = self._encode(session, asked.inputs, given)
+        losses.check_labels(loss, rows)
+        session.window.check_size(asked.gradient_accumulation_steps)
+        session.window.check_backward()
+        self._check_trained(session)
+        size = asked.micro_batch_size
+        batches = self.engine.prepare(self._resolved(session), rows, micro_batch_size=size, loss_args=given)
+        aux = self.engine.aux_loss_coef != 0
+        needs = losses.engine_needs(loss, session.metrics[True], task=asked.task, aux=aux)
+        asked = replace(asked, task=losses.task_of(asked.task, needs))
+        return Call(asked, loss, batches, needs, *by_size(session.metrics[True]))
+
+    def _begin(self, call: Call) -> None:
+        """The session takes the call's window size, and begins a window if the last one is finished."""
+        call.session.window.resize(call.asked.gradient_accumulation_steps)
+        call.session.pending.pop(False, None)
+        self._begin_window(call.session)
+
+    def _loss_fn(self, call: Call, progress: list[bool]) -> LossFn:
+        """What an engine calls for each micro-batch. ``progress``: of ``_or_drop``; from here on a backward may run."""
+        coefficient, ranks = self.engine.aux_loss_coef, self.engine.ranks()
+
+        def loss_fn(batch: Batch, output: ModelOutput) -> LossOutput:
+            value = losses.call(call.loss, batch, output, train=not batch.dummy, ranks=ranks, aux_coef=coefficient)
+            held = losses.detached(value)
+            if not batch.dummy:
+                self._measure(call.at_once, batch, output, held)
+                call.measured.append((batch, read_by(call.later, output), held))
+            call.sums.append(held)
+            progress.append(True)
+            return value
+
+        return loss_fn
+
+    def _measure_later(self, call: Call) -> None:
+        """Hand a call that succeeded to the metrics that waited for that."""
+        for batch, output, value in call.measured:
+            self._measure(call.later, batch, output, value)
+
     def _losses_of(self, session: Session, waiting: list[Pending], loss_args: Mapping[str, Any]) -> None:
         """Compute what is missing of the losses of a forward, with the weights and in the mode that the forward had."""
         loss = self._loss(session)
@@ -354,7 +387,7 @@ class ForwardVerbs(Sessions):
         if session.optimizer is not None:
             optim.check_knows(session.name, session.optimizer, parameters, session.named)
 
-    def _begin(self, session: Session) -> None:
+    def _begin_window(self, session: Session) -> None:
         """Begin a window if the last one is finished; it starts with no gradient left."""
         if session.window.begin():
             self._clear(session)
@@ -418,18 +451,6 @@ class ForwardVerbs(Sessions):
                 get_logger().warning("%s leaves out a batch: its forward did not compute %s", name, fields)
                 continue
             metric.accumulate(batch.inputs, seen)
-
-
-def _by_size(metrics: list[Metric]) -> tuple[list[Metric], list[Metric]]:
-    """Metrics that read large tensors, which can't be kept until all micro-batches are through, and all others."""
-    at_once = [m for m in metrics if m.needs & LARGE]
-    return at_once, [m for m in metrics if not m.needs & LARGE]
-
-
-def _read_by(metrics: list[Metric], output: ModelOutput) -> ModelOutput:
-    """The part of an output that metrics read, without its graph."""
-    wanted = frozenset[str]().union(*(m.needs for m in metrics))
-    return ModelOutput({k: v.detach() if isinstance(v, torch.Tensor) else v for k, v in output.items() if k in wanted})
 
 
 def _shown(output: ModelOutput, logits: bool) -> ModelOutput:

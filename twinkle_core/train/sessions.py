@@ -91,7 +91,7 @@ class Sessions:
         """
         if adapter_name is None:
             chosen = [name for model, name, _ in _CHOSEN.get() if model == id(self)]
-            live = [name for name in self.sessions if name != BASE]
+            live = [name for name in list(self.sessions) if name != BASE]
             if not chosen and len(live) > 1:
                 raise WhichAdapter(live)
             adapter_name = chosen[-1] if chosen else live[0] if live else BASE
@@ -99,7 +99,7 @@ class Sessions:
             raise BadArgument("adapter_name", adapter_name, "the name of an adapter ('' is the base model) or None")
         session = self.sessions.get(self.adapters.known_as(adapter_name))
         if session is None:
-            live = [name for name in self.sessions if name != BASE]
+            live = [name for name in list(self.sessions) if name != BASE]
             raise UnknownAdapter(adapter_name, names.closest(adapter_name, live), live)
         return session
 

@@ -76,7 +76,7 @@ def test_peft_loads_what_a_tenant_saved(tmp_path):
     plain.load_state_dict(model.get_state_dict(adapter_name=""))
     plain = PeftModel.from_pretrained(plain, folder).eval()
     found = model.forward_only(ROWS[:1], adapter_name="tenant_a").logits
-    assert torch.equal(plain(input_ids=torch.tensor([ROWS[0]["input_ids"]])).logits, found)
+    torch.testing.assert_close(plain(input_ids=torch.tensor([ROWS[0]["input_ids"]])).logits, found, rtol=1e-5, atol=1e-5)
 
 
 def test_a_slot_takes_what_peft_saved(tmp_path):
@@ -88,7 +88,7 @@ def test_a_slot_takes_what_peft_saved(tmp_path):
     plain.save_pretrained(tmp_path / "plain")
     model.multi_lora.acquire_lora("a", tmp_path / "plain")
     expected = plain(input_ids=torch.tensor([ROWS[0]["input_ids"]])).logits
-    assert torch.equal(model.forward_only(ROWS[:1], adapter_name="a").logits, expected)
+    torch.testing.assert_close(model.forward_only(ROWS[:1], adapter_name="a").logits, expected, rtol=1e-5, atol=1e-5)
     assert model.adapters.parameters("a")  # to be trained, though peft wrote that it was for inference
     model.multi_lora.acquire_lora("b", config)
     assert model.load("plain", tmp_path, adapter_name="b")["cur_step"] == 0
@@ -148,6 +148,15 @@ def test_a_tenant_resumes_in_another_slot_and_company(within, checkpointing, tmp
     assert same(weights(unbroken, "a"), weights(other, "z"))
 
 
+def alike(found, expected):
+    """To rounding: TransformersModel computes padded rows, and a model with slots computes them without padding."""
+    if isinstance(found, dict):
+        assert found.keys() == expected.keys()
+        found, expected = found.values(), expected.values()
+    pairs = zip(map(torch.as_tensor, found), map(torch.as_tensor, expected), strict=True)
+    return all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in pairs)
+
+
 def test_a_tenant_moves_to_a_model_of_its_own_and_back(tmp_path):
     """A checkpoint says nothing of slots: TransformersModel goes on from it, and a slot from what that saved."""
     config = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear")  # without dropout, which is drawn otherwise
@@ -160,15 +169,15 @@ def test_a_tenant_moves_to_a_model_of_its_own_and_back(tmp_path):
     folder = shared.save("three", tmp_path, adapter_name="a", save_optimizer=True)
     expected = [step(shared, "a") for _ in range(3)]
     own.resume_from_checkpoint(folder, adapter_name="alone")
-    assert [step(own, "alone") for _ in range(3)] == expected
-    assert same(weights(own, "alone"), weights(shared, "a"))
+    assert alike([step(own, "alone") for _ in range(3)], expected)
+    assert alike(weights(own, "alone"), weights(shared, "a"))
 
     folder = own.save("six", tmp_path, adapter_name="alone", save_optimizer=True)
     expected = [step(own, "alone") for _ in range(2)]
     join(shared, "back", config, seed=8)
     shared.resume_from_checkpoint(folder, adapter_name="back")
-    assert [step(shared, "back") for _ in range(2)] == expected
-    assert same(weights(own, "alone"), weights(shared, "back"))
+    assert alike([step(shared, "back") for _ in range(2)], expected)
+    assert alike(weights(own, "alone"), weights(shared, "back"))
 
 
 def test_resuming_leaves_the_others(tmp_path):

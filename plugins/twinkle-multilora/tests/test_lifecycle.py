@@ -269,7 +269,7 @@ def test_honoured_as_in_plain_peft(options):
             state[key].add_(0.05)
     ids = torch.tensor([[5, 6, 7]])
     found = model.forward_only([{"input_ids": [5, 6, 7]}], adapter_name="a").logits
-    assert torch.equal(found, plain(input_ids=ids).logits)
+    torch.testing.assert_close(found, plain(input_ids=ids).logits, rtol=1e-5, atol=1e-5)
 
 
 REFUSED = {

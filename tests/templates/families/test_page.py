@@ -34,6 +34,7 @@ def rows():
 def test_the_table_has_each_family():
     assert list(rows()) == list(FAMILIES)
     files = {path.stem for path in Path(__file__).parent.glob("*.jinja")}
+    files -= {"qwen2_5_vl"}  # of a model that sees: docs/vision.md
     assert files == {name for name, _ in FAMILIES.values()}
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
@@ -16,8 +16,9 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 
 from twinkle_core.contracts.adapters import BASE
 from twinkle_core.errors import BadAdapter
+from twinkle_core.ops.lora_linear import dropout_seed
 from twinkle_multilora.backend import needed
-from twinkle_multilora.layers import Draws, Selection, SlotLinear, number_of
+from twinkle_multilora.layers import Draws, Selection, SlotLinear, Span
 from twinkle_multilora.options import check_options, check_ranks, check_targets
 from twinkle_multilora.pool import LoraTenant, SlotPool
 
@@ -232,6 +233,29 @@ class SlotAdapters(ModelStore):
         finally:
             chosen.active, chosen.spans = found
 
+    @contextmanager
+    def share(self, spans: Sequence[Span], *, apart: bool = False, train: bool = False) -> Iterator[None]:
+        """Inside, each span's rows of a batch are its slot's. On leaving, also by an exception: what was found.
+
+        Args:
+            apart: one matmul of the base layer for each span.
+            train: the tenants' dropout draws anew; a pass that fails takes that back.
+        """
+        chosen = self.selection
+        found = chosen.active, chosen.spans, chosen.apart
+        counted = [self._draws[span.slot] for span in spans if train and span.slot in self._draws]
+        for draws in counted:
+            draws.passes += 1
+        chosen.active, chosen.spans, chosen.apart = None, spans, apart
+        try:
+            yield
+        except BaseException:
+            for draws in counted:
+                draws.passes -= 1
+            raise
+        finally:
+            chosen.active, chosen.spans, chosen.apart = found
+
     def begin_pass(self) -> None:
         """A training forward of the active adapter begins: its dropout draws anew."""
         if self.selection.active is not None:
@@ -285,4 +309,4 @@ def _seed(name: str) -> int:
     """A number that the tenant's name and the present random state give. That state isn't moved: what is drawn after a tenant
     came is the same as after an adapter of plain peft's came."""
     with torch.random.fork_rng(devices=[]):
-        return number_of(name, int(torch.randint(2**62, ())))
+        return dropout_seed(name, int(torch.randint(2**62, ())))

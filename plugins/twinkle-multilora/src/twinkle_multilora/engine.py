@@ -1,26 +1,257 @@
-"""How a model with slots computes: as TransformersModel does, with each tenant's dropout from numbers of its own."""
+"""How a model with slots computes: rows without padding, those of several tenants in one pass where they keep apart."""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from twinkle_core.contracts.engine import Batch, LossFn
+from twinkle_core.isolation import attempt
+from twinkle_core.ops.token_logps import Tempered, token_logps
+from twinkle_core.train.loop_engine import evaluating
+from twinkle_core.types import IGNORE_INDEX, LossOutput, ModelOutput
+from twinkle_multilora.attention import configs_of, rows_apart
 from twinkle_multilora.backend import needed
+from twinkle_multilora.layers import Span
+from twinkle_multilora.packing import Pack, Piece, at_least, pack, piece_of
+from twinkle_multilora.probe import Sharing, sharing_of
 
 if TYPE_CHECKING:
-    from twinkle_core.contracts.engine import Batch
-    from twinkle_core.types import ModelOutput
+    from collections.abc import Iterator
+
     from twinkle_multilora.adapters import SlotAdapters
-    from twinkle_transformers.engine import TransformersEngine
+    from twinkle_transformers.engine import TOKEN_NEEDS, TransformersEngine, training
 else:
-    TransformersEngine = needed("twinkle_transformers.engine", "transformers", "SlotEngine").TransformersEngine
+    _engine = needed("twinkle_transformers.engine", "transformers", "SlotEngine")
+    TOKEN_NEEDS, TransformersEngine, training = _engine.TOKEN_NEEDS, _engine.TransformersEngine, _engine.training
+
+#: rows of logits at a time: so few that they stay near the processor, and enough to keep a matmul busy
+CHUNK = 128
+#: what a packed pass can compute
+_NEEDS = frozenset({"logps", "entropies", "predictions", "hidden", "logits"})
+
+
+@dataclass(slots=True)
+class Share:
+    """One tenant's batch in a pass, what its loss is, and what came of it: a loss, or what that raised."""
+
+    slot: int
+    batch: Batch
+    needs: frozenset[str]
+    loss_fn: LossFn
+    loss: LossOutput | None = None
+    error: BaseException | None = None
 
 
 class SlotEngine(TransformersEngine):
-    """TransformersEngine, which tells the store when a training forward begins."""
+    """TransformersEngine whose forward has no padding, so that rows of several tenants are one batch to the model.
+
+    A tenant's numbers are those of its own rows: attention is computed row by row, adapters and their gradients tenant by
+    tenant, and what is one matmul for all is only so where a trial has shown that its rows do not depend on their company. So
+    alone and in any company they are the same bits. Models, batches and needs for which there is no packed pass go by
+    TransformersEngine, one tenant at a time.
+    """
 
     slots: SlotAdapters | None = None
 
-    def forward(self, batch: Batch, needs: frozenset[str], *, train: bool, **how: Any) -> ModelOutput:
-        if train and self.slots is not None:
-            self.slots.begin_pass()
-        return super().forward(batch, needs, train=train, **how)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._sharing: dict[Any, Sharing] = {}
+        self._configs = configs_of(self.module)
+        self._forwards: dict[int, Pack] = {}  # by slot: the training forward that waits for its backward
+
+    # ------------------------------------------------------------------------------------------------ what can be shared
+
+    @property
+    def sharing(self) -> Sharing:
+        """How passes are shared. Asked of the model once for each attention, type and number of threads."""
+        assert self.slots is not None
+        how = tuple(str(config._attn_implementation) for config in self._configs)
+        key = (how, self.precision.compute, torch.get_num_threads())
+        if key not in self._sharing:
+            self._sharing[key] = sharing_of(self.module, self.slots, lambda: self.precision.autocast(self.device), self.device)
+        return self._sharing[key]
+
+    def piece(self, batch: Batch, needs: frozenset[str], task: str = "causal_lm") -> Piece | None:
+        """A batch as it goes into a packed pass; None: it doesn't."""
+        if self.slots is None or task != "causal_lm" or not needs <= _NEEDS or batch.dummy or self.sharing.way == "turns":
+            return None
+        found = piece_of(batch.inputs, self._takes)
+        return found if found is not None and self._output_layer({"input_ids": found.ids[None]}) is not None else None
+
+    # ------------------------------------------------------------------------------------------------ one tenant
+
+    def forward(
+        self, batch: Batch, needs: frozenset[str], *, train: bool, temperature: float = 1.0, task: str = "causal_lm"
+    ) -> ModelOutput:
+        piece = self.piece(batch, needs, task)
+        if piece is None or self.slots is None:
+            if train and self.slots is not None:
+                self._forwards.pop(self.slots.selection.active, None)  # type: ignore[arg-type]
+                self.slots.begin_pass()
+            return super().forward(batch, needs, train=train, temperature=temperature, task=task)
+        slot = self.slots.selection.active
+        with self._pass([piece], [slot], train) as packed:
+            (output,) = self._outputs(packed, [needs], temperature, train)
+        if train and slot is not None:
+            self._forwards[slot] = packed
+        return output
+
+    def backward(self, loss_sum: torch.Tensor, *, sync: bool = True) -> None:
+        """See ``Engine.backward``. Layers that are computed anew here ask again whose rows they have."""
+        slot = self.slots.selection.active if self.slots is not None else None
+        if slot is None or self.slots is None or slot not in self._forwards:
+            super().backward(loss_sum, sync=sync)
+            return
+        packed = self._forwards.pop(slot)
+        with self._made_ready(packed, [slot], False):
+            super().backward(loss_sum, sync=sync)
+
+    def describe(self) -> dict[str, Any]:
+        known = list(self._sharing.values())
+        return {**super().describe(), "passes": str(known[-1]) if known else "not tried yet whether tenants can share them"}
+
+    def run_schedule(
+        self,
+        batches: Sequence[Batch],
+        needs: frozenset[str],
+        loss_fn: LossFn,
+        *,
+        train: bool = True,
+        sync: bool = True,
+        temperature: float = 1.0,
+        task: str = "causal_lm",
+    ) -> None:
+        slot = self.slots.selection.active if self.slots is not None else None
+        pieces = [self.piece(batch, needs, task) if train else None for batch in batches]
+        if slot is None or any(piece is None for piece in pieces):
+            super().run_schedule(batches, needs, loss_fn, train=train, sync=sync, temperature=temperature, task=task)
+            return
+        for batch in batches:
+            share = Share(slot, batch, needs, loss_fn)
+            self.run_shared([share], temperature=temperature)
+            if share.error is not None:
+                raise share.error
+
+    # ------------------------------------------------------------------------------------------------ several
+
+    def run_shared(self, shares: Sequence[Share], *, temperature: float = 1.0) -> None:
+        """Forward, losses and backward of batches of different tenants in one pass. Each must have a ``piece``.
+
+        A loss that raises leaves ``error`` in its share, and its tenant without gradients; the others go on.
+        """
+        pieces = [piece for share in shares if (piece := self.piece(share.batch, share.needs)) is not None]
+        assert len(pieces) == len(shares)
+        with self._pass(pieces, [share.slot for share in shares], True) as packed:
+            outputs = self._outputs(packed, [share.needs for share in shares], temperature, True)
+            total: torch.Tensor | None = None
+            for share in shares:
+                # a tenant's own loss: its fault is its own. Outputs are handed over one by one: none outlives its loss
+                done = attempt(functools.partial(share.loss_fn, share.batch, outputs.pop(0)))
+                share.loss, share.error = done.value, done.error
+                if share.loss is None:
+                    continue
+                total = share.loss.sum if total is None else total + share.loss.sum
+            failed = [share.slot for share in shares if share.error is not None]
+            if total is not None:
+                with self._kept(failed):
+                    self.backward(total)
+
+    @contextmanager
+    def _kept(self, slots: Sequence[int]) -> Iterator[None]:
+        """On leaving, the gradients of these slots are what they were. Their rows went through the model with those of others,
+        and a backward gives each row a gradient, if only 0 (or NaN, where a number in it is not finite)."""
+        assert self.slots is not None
+        names = [self.slots.pool.slots[slot].tenant_adapter_name for slot in slots]
+        found = [(p, p.grad) for name in names if name is not None for p in self.slots.parameters(name).values()]
+        for parameter, _ in found:
+            parameter.grad = None
+        try:
+            yield
+        finally:
+            for parameter, gradient in found:
+                parameter.grad = gradient
+
+    @contextmanager
+    def _pass(self, pieces: Sequence[Piece], slots: Sequence[int | None], train: bool) -> Iterator[Pack]:
+        """The model made ready for a packed pass."""
+        packed = pack(pieces)
+        for slot in slots if train else ():
+            self._forwards.pop(slot, None)  # type: ignore[arg-type]
+        with self._made_ready(packed, slots, train):
+            yield packed
+
+    @contextmanager
+    def _made_ready(self, packed: Pack, slots: Sequence[int | None], train: bool) -> Iterator[None]:
+        """Inside, the model knows whose rows are whose, and where they end."""
+        assert self.slots is not None
+        spans = [Span(slot, piece.count) for slot, piece in zip(slots, packed.pieces, strict=True)]
+        if packed.filler:
+            spans.append(Span(None, packed.filler))
+        apart = self.sharing.way == "apart"
+        with rows_apart(self._configs, packed.lengths), self.slots.share(spans, apart=apart, train=train):
+            yield
+
+    def _outputs(self, packed: Pack, needs: Sequence[frozenset[str]], temperature: float, train: bool) -> list[ModelOutput]:
+        """What each piece needs, in its batch's layout."""
+        layer = self._output_layer({"input_ids": packed.ids})
+        mode = training(self.module) if train else evaluating(self.module)
+        with mode, self.precision.autocast(self.device):
+            body = self.module.base_model(input_ids=packed.ids, position_ids=packed.positions, use_cache=False)
+            hidden: torch.Tensor = body.last_hidden_state
+            tokens = self._tokens(packed, needs, hidden, layer, temperature)
+            shown = layer if temperature == 1.0 else Tempered(layer, temperature)
+            outputs = []
+            for piece, own, want, found in zip(packed.pieces, packed.parts(hidden), needs, tokens, strict=True):
+                output = ModelOutput({k: v for k, v in found.items() if k in want})
+                if want & {"hidden", "logits"}:
+                    rows = piece.spread(own, 0.0)
+                    if "hidden" in want:
+                        output["hidden"], output["output_layer"] = rows, shown
+                    if "logits" in want:
+                        output["logits"] = shown(rows)
+                outputs.append(output)
+        return outputs
+
+    def make_optimizer(
+        self, cls: Any, parameters: Mapping[str, torch.nn.Parameter], kwargs: Mapping[str, Any]
+    ) -> torch.optim.Optimizer:
+        """See ``Engine.make_optimizer``. Many tenants have many small tensors: where torch has an update that is one kernel for
+        all of a tenant's, it is used, unless ``fused`` or ``foreach`` is given."""
+        if cls in (torch.optim.Adam, torch.optim.AdamW) and not {"fused", "foreach"} & kwargs.keys():
+            kwargs = {**kwargs, "fused": True}
+        return super().make_optimizer(cls, parameters, kwargs)
+
+    def _tokens(
+        self, packed: Pack, needs: Sequence[frozenset[str]], hidden: torch.Tensor, layer: Any, temperature: float
+    ) -> list[dict[str, torch.Tensor]]:
+        """logps, entropies and predictions of each piece. Those who want entropies are computed apart from those who don't:
+        another formula gives their logps' gradients."""
+        found: list[dict[str, torch.Tensor]] = [{} for _ in needs]
+        for entropies in (False, True):
+            mine = [bool(want & TOKEN_NEEDS) and ("entropies" in want) == entropies for want in needs]
+            if not any(mine):
+                continue
+            labels = packed.labels
+            if not all(mine):
+                others = [torch.full_like(p.labels, IGNORE_INDEX) for p in packed.pieces]
+                kept = [p.labels if own else other for p, own, other in zip(packed.pieces, mine, others, strict=True)]
+                labels = torch.cat([*kept, labels[0, labels.shape[1] - packed.filler :]])[None]
+            predictions = any("predictions" in want for want, own in zip(needs, mine, strict=True) if own)
+            asked = at_least(labels)
+            values = token_logps(
+                hidden, layer, asked, entropies=entropies, predictions=predictions, temperature=temperature, chunk_size=CHUNK
+            )
+            for name, value, fill in zip(("logps", "entropies", "predictions"), values, (0.0, 0.0, IGNORE_INDEX), strict=True):
+                if value is None:
+                    continue
+                known = value.masked_fill(labels == IGNORE_INDEX, fill)
+                for piece, part, own, into in zip(packed.pieces, packed.parts(known), mine, found, strict=True):
+                    if own:
+                        into[name] = piece.spread(part, fill)
+        return found

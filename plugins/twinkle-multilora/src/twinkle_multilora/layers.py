@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +9,9 @@ from typing import Any
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch.nn import functional as F
+
+from twinkle_core.ops.lora_linear import Dropout, Lora, dropout_seed, lora_linear_many, one_type
+from twinkle_core.ops.chunks import is_plain
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +28,12 @@ class Selection:
 
     ``active``: the slot of all rows; None: the base model alone. ``spans``: for a pass that several tenants share, which
     rows are whose, over the rows of the flattened input (``[..., D]`` as ``[N, D]``), in order; ``active`` has no say then.
+    ``apart``: the base layer's matmul is one for each span.
     """
 
     active: int | None = None
     spans: Sequence[Span] | None = None
+    apart: bool = False
 
 
 @dataclass(slots=True)
@@ -42,16 +46,6 @@ class Draws:
 
     seed: int
     passes: int = 0  # training forwards begun
-
-    def generator(self, layer: int, device: torch.device) -> torch.Generator:
-        """For one layer in the present pass."""
-        return torch.Generator(device).manual_seed(number_of(self.seed, self.passes, layer))
-
-
-def number_of(*parts: object) -> int:
-    """A number of 62 bits that stands for these, in order: the same in each process."""
-    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 2
 
 
 @dataclass(slots=True)
@@ -156,27 +150,35 @@ class SlotLinear(torch.nn.Module, BaseTunerLayer):  # type: ignore[misc]
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """``[..., in]`` to ``[..., out]``, in the base layer's type."""
-        result: torch.Tensor = self.base_layer(x, *args, **kwargs)
         chosen = self.selection
-        if chosen.spans is not None:
-            return self._shared(x, result, chosen.spans)
-        part = self.parts.get(chosen.active) if chosen.active is not None else None
-        return result if part is None else (result + self._delta(x, part)).to(result.dtype)
+        spans = chosen.spans
+        if spans is None:
+            spans = [Span(chosen.active, x.numel() // self.in_features)]
+        adapters = [self._lora(self.parts.get(span.slot)) if span.slot is not None else None for span in spans]
+        base: Any = self.base_layer
+        lean = is_plain(base) and not args and not kwargs and one_type(x, base.weight, *(lora.a for lora in adapters if lora))
+        if lean and (chosen.spans is not None or adapters[0] is not None):
+            return lora_linear_many(x, base.weight, base.bias, [s.rows for s in spans], adapters, apart=chosen.apart)
+        result: torch.Tensor = base(x, *args, **kwargs)
+        return result if not any(adapters) else self._added(x, result, [s.rows for s in spans], adapters)
 
-    def _delta(self, x: torch.Tensor, part: Part) -> torch.Tensor:
-        x = x.to(part.A.dtype)
+    def _lora(self, part: Part | None) -> Lora | None:
+        if part is None:
+            return None
+        drop = None
         if part.dropout and self.training:
-            kept = torch.empty_like(x).bernoulli_(1 - part.dropout, generator=part.draws.generator(self.number, x.device))
-            x = x * (kept if part.dropout == 1 else kept.div_(1 - part.dropout))
-        return F.linear(F.linear(x, part.A), part.B) * part.scaling
+            drop = Dropout(part.dropout, dropout_seed(part.draws.seed, part.draws.passes, self.number))
+        return Lora(part.A, part.B, part.scaling, drop)
 
-    def _shared(self, x: torch.Tensor, result: torch.Tensor, spans: Sequence[Span]) -> torch.Tensor:
-        """Each span's rows with its own slot."""
-        sizes = [span.rows for span in spans]
-        rows = torch.split(x.reshape(-1, x.shape[-1]), sizes)
-        outs = torch.split(result.reshape(-1, result.shape[-1]), sizes)
+    @staticmethod
+    def _added(x: torch.Tensor, result: torch.Tensor, rows: Sequence[int], adapters: Sequence[Lora | None]) -> torch.Tensor:
+        """Each span's rows with its own adapter, beside a base layer that is more than a linear layer."""
         pieces = []
-        for span, own, out in zip(spans, rows, outs, strict=True):
-            part = self.parts.get(span.slot) if span.slot is not None else None
-            pieces.append(out if part is None else (out + self._delta(own, part)).to(out.dtype))
+        parts = zip(torch.split(x.reshape(-1, x.shape[-1]), list(rows)), adapters, strict=True)
+        for (own, lora), out in zip(parts, torch.split(result.reshape(-1, result.shape[-1]), list(rows)), strict=True):
+            if lora is not None:
+                own = own.to(lora.a.dtype)
+                own = own if lora.dropout is None else own * lora.dropout(torch.ones_like(own))
+                out = (out + F.linear(F.linear(own, lora.a), lora.b) * lora.scale).to(out.dtype)
+            pieces.append(out)
         return torch.cat(pieces).view(result.shape)

@@ -12,6 +12,8 @@ from twinkle_multilora.backend import needed
 from twinkle_multilora.engine import SlotEngine
 from twinkle_multilora.manager import MultiLora
 from twinkle_multilora.pool import check_size
+from twinkle_multilora.scheduler import TenantScheduler
+from twinkle_multilora.together import Together
 
 if TYPE_CHECKING:
     import torch
@@ -25,14 +27,16 @@ else:
 
 
 @remote_class(execute="all")
-class MultiLoraTransformersModel(TransformersModel):
-    """A TransformersModel with slots for the LoRA adapters of many tenants, who train in turns.
+class MultiLoraTransformersModel(Together, TransformersModel):
+    """A TransformersModel with slots for the LoRA adapters of many tenants, who share passes of the base model.
 
     The base model is frozen and shared. A tenant is an adapter: ``add_adapter_to_model`` and ``remove_adapter``, or
     ``multi_lora.acquire_lora`` and ``multi_lora.release_lora``, which are the same. All verbs are TransformersModel's; they
     take the tenant's name or its slot's.
 
-    Threads may call at once: each call is a turn, given in the order in which it was asked for.
+    Threads may call at once: each call is a turn, given in the order in which it was asked for. ``forward_backward`` calls of
+    different tenants that wait for their turn together ride one pass (``scheduler``); ``forward_backward_many`` asks for that
+    outright. Neither changes a bit of what a tenant gets.
 
     Args:
         model_cls, model_id, config, device_mesh, mixed_precision, grad_scaler_config: as for TransformersModel.
@@ -78,6 +82,7 @@ class MultiLoraTransformersModel(TransformersModel):
             **kwargs,
         )
         self.engine.max_length, self.engine.slots = max_length, self.adapters
+        self.scheduler = TenantScheduler(self)
         self.multi_lora = MultiLora(self, self.adapters.pool)
 
     def make_adapters(self, module: torch.nn.Module, precision: Precision, tokenizer: Callable[[], Any]) -> SlotAdapters:

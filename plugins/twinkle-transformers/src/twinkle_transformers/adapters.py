@@ -53,6 +53,8 @@ class PeftAdapters(ModelStore):
         self._inner: dict[str, str] = {}
         self._count = 0
         self._layers: list[Any] = []
+        #: told of all of peft's layers whenever adapters came or went
+        self.followers: list[Callable[[list[Any]], None]] = []
         self._base_flags: dict[torch.nn.Parameter, bool] = {}
         self._flags: dict[str, dict[torch.nn.Parameter, bool]] = {}
 
@@ -116,7 +118,7 @@ class PeftAdapters(ModelStore):
             else:
                 self._peft.add_adapter(inner, config)
         self._inner[name] = inner
-        self._layers = peft_layers(self.module)
+        self._look()
         for module in self.module.modules():  # peft's new modules start in training mode, wherever the model is
             if module not in known:
                 module.training = self.module.training
@@ -138,6 +140,12 @@ class PeftAdapters(ModelStore):
             for parameter, flag in flags.items():
                 parameter.requires_grad_(flag)
 
+    def _look(self) -> None:
+        """Take note of the layers that are there now."""
+        self._layers = peft_layers(self.module)
+        for tell in self.followers:
+            tell(self._layers)
+
     def release(self, name: str) -> None:
         if name not in self._inner:
             raise UnknownAdapter(name, closest(name, self.names()), self.names())
@@ -147,16 +155,17 @@ class PeftAdapters(ModelStore):
         """Take an adapter out, however much of it is there. Without the last one the tree is what it was before the first."""
         self._inner.pop(name, None)
         self._flags.pop(name, None)
-        self._layers = peft_layers(self.module)
         rest = next(iter(self._inner.values()), None)
         if rest is None:
             unwrap(self.module)
-            self._peft, self._layers = None, []
+            self._peft = None
+            self._look()
             for parameter, flag in self._base_flags.items():
                 parameter.requires_grad_(flag)
             self._base_flags = {}
             self.precision.thaw()
             return
+        self._look()
         self._switch({layer: [rest] for layer in self._layers}, dict.fromkeys(self._layers, True))
         # after a failure peft has forgotten the config, but its layers may hold a part of the adapter
         self._peft.peft_config.setdefault(inner, next(iter(self._peft.peft_config.values())))

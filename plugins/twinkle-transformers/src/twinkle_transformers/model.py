@@ -19,6 +19,7 @@ from twinkle_core.train.verbs import SessionModel
 from twinkle_transformers import load
 from twinkle_transformers.adapters import PeftAdapters
 from twinkle_transformers.engine import TransformersEngine
+from twinkle_transformers.patches.fast_lora import FastLora
 from twinkle_transformers.precision import Mixed, Precision
 from twinkle_transformers.store import ModelStore
 
@@ -53,6 +54,8 @@ class TransformersModel(SessionModel):
         grad_scaler_config: arguments of ``torch.amp.GradScaler`` under ``fp16``; ``init_scale`` is 64 if it isn't said.
         gradient_checkpointing: True trades time for memory; None and False leave it off.
         on_nonfinite: what NaN or infinite gradients do: ``raise``, or ``skip`` the update. The fp16 scaler always skips.
+        fast: compute plain LoRA layers leaner than peft does, equal to rounding (the patch ``fast_lora``); False leaves peft's
+            own code at work.
         remote_group: where the model lives under a remote runtime; without effect in local mode.
         kwargs: for ``from_pretrained`` or ``from_config``, and single values of the config. ``trust_remote_code`` is off by
             default.
@@ -81,6 +84,7 @@ class TransformersModel(SessionModel):
         *,
         gradient_checkpointing: bool | None = None,
         on_nonfinite: Literal["raise", "skip"] = "raise",
+        fast: bool = True,
         remote_group: str | None = None,
         **kwargs: Any,
     ) -> None:
@@ -117,6 +121,8 @@ class TransformersModel(SessionModel):
         )
         adapters = self.make_adapters(module, precision, lambda: _writer(self.sessions[BASE].template))
         super().__init__(engine, adapters)
+        if fast:
+            self.apply_patch(FastLora)
 
     def make_adapters(self, module: torch.nn.Module, precision: Precision, tokenizer: Callable[[], Any]) -> ModelStore:
         """The store of adapters over a model that has just been loaded. A subclass may have one of another kind."""
@@ -149,6 +155,7 @@ def _types(given: Mapping[str, Any]) -> dict[str, tuple[Any, type | tuple[type, 
         "grad_scaler_config": mapping,
         "memory_efficient_init": flag,
         "gradient_checkpointing": flag,
+        "fast": flag,
     }
     return {name: (given[name], types, words) for name, (types, words) in wanted.items()}
 

@@ -1,0 +1,187 @@
+"""How a model may be shared: asked by running rows alone and in company, and comparing bits."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from twinkle_core.ops.chunks import is_plain
+from twinkle_core.ops.row_invariance import rows_invariant
+from twinkle_core.ops.token_logps import token_logps
+from twinkle_core.types import IGNORE_INDEX
+from twinkle_multilora.attention import configs_of, rows_apart
+from twinkle_multilora.layers import Span
+from twinkle_multilora.packing import Piece, pack
+
+if TYPE_CHECKING:
+    from twinkle_multilora.adapters import SlotAdapters
+
+#: ``shared``: one matmul for all tenants' rows. ``apart``: one a tenant, all else in one pass. ``turns``: one tenant a pass.
+Way = Literal["shared", "apart", "turns"]
+#: lengths of the rows that are tried
+_ROWS = (5, 9, 21)
+#: largest difference, relative to the largest number, that rounding makes between one packed pass and a plain one
+_ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 2e-2}
+
+
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """How passes are shared, and why not better."""
+
+    way: Way
+    why: str = ""
+
+    def __str__(self) -> str:
+        return {
+            "shared": "tenants share a pass (fast path: rows do not depend on their company)",
+            "apart": f"tenants share a pass, with one matmul each ({self.why})",
+            "turns": f"tenants take turns ({self.why})",
+        }[self.way]
+
+
+def sharing_of(module: Any, slots: SlotAdapters, autocast: Callable[[], Any], device: torch.device) -> Sharing:
+    """The best way in which rows of tenants keep apart to the last bit.
+
+    Runs the model on a few tokens, without adapters. Nothing is drawn from the global generator, and nothing is left changed.
+
+    Args:
+        autocast: gives the context of the model's forwards.
+    """
+    reason = _out_of_the_question(module)
+    if reason:
+        return Sharing("turns", reason)
+    try:
+        with autocast():
+            plain = _plain(module, device)
+        for way in ("shared", "apart"):
+            with autocast():
+                seen = _tried(module, slots, device, apart=way == "apart")
+            if not all(_close(a, b) for a, b in zip(seen.alone, plain, strict=True)):
+                return Sharing("turns", "a packed row gives other numbers than the row alone in the plain model")
+            mixed = not seen.same
+            if way == "shared":
+                why = "rows of one matmul depend on one another" if mixed else _weights(module, slots, autocast, device)
+                if not why:
+                    return Sharing("shared")
+            elif not mixed:
+                return Sharing("apart", why)
+    except (TypeError, ValueError, RuntimeError, NotImplementedError, KeyError, IndexError) as error:
+        return Sharing("turns", f"a packed pass can't be made: {error}")
+    return Sharing("turns", "rows change with their company")
+
+
+def _out_of_the_question(module: Any) -> str:
+    """What rules a shared pass out without trying."""
+    how = {config._attn_implementation for config in configs_of(module)}
+    if how != {"sdpa"}:
+        return f"its attention is {' and '.join(sorted(map(str, how))) or 'not known'}, and only sdpa can be cut into rows"
+    body = getattr(module, "base_model", None)
+    takes = inspect.signature(body.forward).parameters if body is not None else {}
+    if body is module or not {"inputs_embeds", "position_ids", "input_ids"} <= set(takes):
+        return "its body takes no inputs_embeds and position_ids"
+    if any(isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0 for m in module.modules()):
+        return "it has dropout of its own, drawn for all rows at once"
+    if any(getattr(config, "attention_dropout", 0) for config in configs_of(module)):
+        return "its attention has dropout, drawn for all rows at once"
+    return ""
+
+
+def _weights(module: Any, slots: SlotAdapters, autocast: Callable[[], Any], device: torch.device) -> str:
+    """Try matmuls of the model's own shapes, with as many rows as passes have."""
+    layers = [layer.base_layer for layer in slots.layers.values()]
+    head = module.get_output_embeddings()
+    with autocast():
+        narrow = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+    shapes = {(*layer.weight.shape, narrow or layer.weight.dtype, 2048) for layer in layers if isinstance(layer, nn.Linear)}
+    if is_plain(head):
+        shapes.add((*head.weight.shape, narrow or head.weight.dtype, 512))
+    for out, inner, dtype, most in sorted(shapes, key=str):
+        if not rows_invariant(out, inner, dtype, device, [n for n in (16, 23, 64, 200, 512, 2048) if n <= most]):
+            return f"matmuls of [{out}, {inner}] give a row other bits in another company"
+    return ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    alone: list[Tensor]  # last hidden state of each row, alone in its pass
+    same: bool  # whether each row, and all gradients, were the same bits in every company
+
+
+def _tried(module: Any, slots: SlotAdapters, device: torch.device, *, apart: bool) -> _Seen:
+    rows = range(len(_ROWS))
+    alone = [_pass(module, slots, device, [row], apart)[row] for row in rows]
+    same = True
+    for company in ([0, 1, 2], [2, 1, 0], [1, 0]):
+        found = _pass(module, slots, device, company, apart)
+        same &= all(torch.equal(a, b) for row in company for a, b in zip(found[row], alone[row], strict=True))
+    return _Seen([numbers[0] for numbers in alone], same)
+
+
+def _pass(
+    module: Any, slots: SlotAdapters, device: torch.device, company: Sequence[int], apart: bool
+) -> dict[int, tuple[Tensor, ...]]:
+    """Hidden state, logps, and the gradient of the embeddings, of each row of a packed pass."""
+    packed = pack([_piece(module, row, device) for row in company])
+    embedded = module.get_input_embeddings()(packed.ids).detach().requires_grad_()
+    head = module.get_output_embeddings()
+    spans = [Span(None, n) for n in (*(_ROWS[row] for row in company), packed.filler) if n]
+    with (
+        _at_rest(module),
+        torch.enable_grad(),
+        rows_apart(configs_of(module), packed.lengths),
+        slots.share(spans, apart=apart, train=False),
+    ):
+        hidden = module.base_model(inputs_embeds=embedded, position_ids=packed.positions, use_cache=False).last_hidden_state
+        total = (hidden.double() * torch.linspace(-1, 1, hidden.shape[-1], device=device, dtype=torch.float64)).sum()
+        logps = torch.zeros_like(packed.labels, dtype=torch.float32)
+        if is_plain(head):
+            logps = token_logps(hidden, head, packed.labels.clamp(min=0))[0]
+            total = total + logps.double().sum()
+        (gradient,) = torch.autograd.grad(total, [embedded])
+    cut = [packed.parts(t.detach()) for t in (hidden, logps, gradient)]
+    return {row: tuple(part[i] for part in cut) for i, row in enumerate(company)}
+
+
+def _plain(module: Any, device: torch.device) -> list[Tensor]:
+    """Hidden states of the rows, one by one, as the model computes them itself."""
+    found = []
+    with _at_rest(module), torch.no_grad():
+        for row in range(len(_ROWS)):
+            piece = _piece(module, row, device)
+            embedded = module.get_input_embeddings()(piece.ids[None])
+            result = module.base_model(inputs_embeds=embedded, position_ids=piece.positions[None], use_cache=False)
+            found.append(result.last_hidden_state[0])
+    return found
+
+
+def _piece(module: Any, row: int, device: torch.device) -> Piece:
+    count = _ROWS[row]
+    vocabulary = int(module.get_input_embeddings().weight.shape[0])
+    ids = (torch.arange(count, device=device) * 7 + 13 * row + 1) % vocabulary
+    places = torch.arange(count, device=device)
+    labels = torch.where(places % 3 == 0, IGNORE_INDEX, ids)
+    return Piece(ids, places, labels, [count], places, torch.Size([1, count]))
+
+
+@contextmanager
+def _at_rest(module: nn.Module) -> Iterator[None]:
+    """Without dropout and checkpointing."""
+    flags = [m for m in module.modules() if m.training]
+    for m in flags:
+        m.training = False
+    try:
+        yield
+    finally:
+        for m in flags:
+            m.training = True
+
+
+def _close(a: Tensor, b: Tensor) -> bool:
+    gap = float((a.double() - b.double()).abs().max() / b.double().abs().max().clamp_min(1e-30))
+    return gap <= _ROUNDING.get(a.dtype, 1e-4)

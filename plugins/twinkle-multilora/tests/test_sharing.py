@@ -1,0 +1,363 @@
+"""Tenants in one pass: what each gets is, to the bit, what it gets alone."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from peft import LoraConfig
+from transformers import MixtralConfig, MixtralForCausalLM
+
+from twinkle_core.errors import BadArgument, LabelsMissing, UnknownAdapter
+from twinkle_multilora.model import MultiLoraTransformersModel
+from twinkle_multilora.packing import LEAST
+from twinkle_transformers.testing import tiny_config
+
+#: config, optimizer, loss, rows of a step
+TENANTS = {
+    "a": (LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", lora_dropout=0.2), "adamw", None, (7, 3, 12)),
+    "b": (LoraConfig(r=8, target_modules=["q_proj", "down_proj"], use_rslora=True), "sgd", "entropy", (2,)),
+    "c": (LoraConfig(r=2, target_modules=["v_proj"], init_lora_weights="gaussian"), "adamw", "logits", (30, 5)),
+    "d": (LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.5), "adamw", "fused_linear_cross_entropy", (9, 9)),
+}
+STEPS = 5
+
+
+def entropy(inputs, outputs):
+    return -(outputs.logps + 0.1 * outputs.entropies).sum() / (inputs["labels"] != -100).sum()
+
+
+entropy.needs = {"logps", "entropies"}
+
+
+def from_logits(inputs, outputs):
+    labels = inputs["labels"].flatten()
+    return torch.nn.functional.cross_entropy(outputs.logits.flatten(0, 1), labels, ignore_index=-100)
+
+
+LOSSES = {"entropy": entropy, "logits": from_logits}
+
+
+def rows_of(name, i):
+    """Rows whose lengths differ from step to step, their first third masked."""
+    made = torch.Generator().manual_seed(ord(name) * 100 + i)
+    rows = []
+    for length in TENANTS[name][3]:
+        ids = torch.randint(3, 250, (length + i + 1,), generator=made).tolist()
+        rows.append({"input_ids": ids[:-1], "labels": [-100] * (length // 3) + ids[1 + length // 3 :]})
+    return rows
+
+
+def build(config=None, **options):
+    torch.manual_seed(0)
+    options = {"mixed_precision": "no", "max_loras": 4, "max_r": 8, **options}
+    return MultiLoraTransformersModel(config=config or tiny_config(), **options)
+
+
+def join(model, name):
+    config, optimizer, loss, _ = TENANTS[name]
+    torch.manual_seed(ord(name))
+    model.add_adapter_to_model(name, config)
+    model.set_optimizer(optimizer, lr=1e-2, adapter_name=name)
+    if loss is not None:
+        model.set_loss(LOSSES.get(loss, loss), adapter_name=name)
+
+
+def state(model, name):
+    return [v.clone() for v in model.get_state_dict(adapter_name=name).values()]
+
+
+def trained(names, way, **options):
+    """Losses, norms and weights of each tenant after some steps. ``way``: ``many``, ``one by one``, or ``threads``."""
+    model = build(**options)
+    for name in names:
+        join(model, name)
+    numbers = {name: [] for name in names}
+    for i in range(STEPS):
+        if way == "many":
+            found = model.forward_backward_many({name: rows_of(name, i) for name in names})
+        else:
+            found = {name: model.forward_backward(rows_of(name, i), adapter_name=name) for name in names}
+        for name in names:
+            numbers[name] += [float(found[name]), float(model.clip_grad_and_step(0.5, adapter_name=name))]
+    return {name: (numbers[name], state(model, name)) for name in names}
+
+
+def same(a, b):
+    return a[0] == b[0] and len(a[1]) == len(b[1]) and all(torch.equal(x, y) for x, y in zip(a[1], b[1], strict=True))
+
+
+@pytest.fixture(scope="module", params=["float32", "bf16", "odd vocabulary", "checkpointing"])
+def kind(request):
+    torch.set_num_threads(1)
+    options = {
+        "float32": {},
+        "bf16": {"mixed_precision": "bf16"},
+        "odd vocabulary": {"config": tiny_config(vocab_size=251)},
+        "checkpointing": {"gradient_checkpointing": True},
+    }[request.param]
+    return options, {name: trained([name], "one by one", **options)[name] for name in TENANTS}
+
+
+@pytest.mark.parametrize("company", ["abcd", "dcba", "ac", "db"])
+def test_company_and_order_change_no_bit(kind, company, monkeypatch):
+    options, alone = kind
+    passes = count_passes(monkeypatch)
+    together = trained(list(company), "many", **options)
+    assert all(same(together[name], alone[name]) for name in company)
+    assert passes == [len(company)] * STEPS  # in one pass indeed
+
+
+def count_passes(monkeypatch):
+    """How many tenants each pass held."""
+    from twinkle_multilora.engine import SlotEngine
+
+    seen, original = [], SlotEngine.run_shared
+
+    def counted(self, shares, **how):
+        seen.append(len(shares))
+        return original(self, shares, **how)
+
+    monkeypatch.setattr(SlotEngine, "run_shared", counted)
+    return seen
+
+
+def test_apart_changes_no_bit_either(kind, monkeypatch):
+    """Where a matmul's rows depend on one another, each tenant has its own."""
+    from twinkle_multilora import probe
+
+    options, _ = kind
+    monkeypatch.setattr(probe, "rows_invariant", lambda *_: False)
+    alone = {name: trained([name], "one by one", **options)[name] for name in "ac"}
+    together = trained(list("ca"), "many", **options)
+    assert all(same(together[name], alone[name]) for name in "ac")
+    model = build(**options)
+    assert model.engine.sharing.way == "apart" and "one matmul each" in model.get_train_configs(adapter_name="")
+
+
+def test_a_pass_is_the_plain_model_to_rounding():
+    """Packed rows, against padded ones in a model of the tenant's own."""
+    from twinkle_transformers.model import TransformersModel
+
+    torch.manual_seed(0)
+    plain = TransformersModel(config=tiny_config(), mixed_precision="no")
+    config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights="gaussian")
+    shared = build()
+    for model in (plain, shared):
+        torch.manual_seed(5)
+        model.add_adapter_to_model("x", config)
+        model.set_optimizer("sgd", lr=0.1)
+    for i in range(3):
+        a, b = (float(model.forward_backward(rows_of("a", i))) for model in (plain, shared))
+        assert a == pytest.approx(b, rel=1e-5)
+        a, b = (float(model.clip_grad_and_step(9.0)) for model in (plain, shared))
+        assert a == pytest.approx(b, rel=1e-4)
+
+
+def test_a_loss_that_raises_is_its_tenants_own():
+    model, alone = build(), build()
+    for name in "ac":
+        join(model, name)
+    join(alone, "a")
+
+    def broken(inputs, outputs):
+        raise ZeroDivisionError("mine")
+
+    model.set_loss(broken, adapter_name="c")
+    before = state(model, "c")
+    with pytest.raises(ZeroDivisionError, match="mine"):
+        model.forward_backward_many({"c": rows_of("c", 0), "a": rows_of("a", 0)})
+    alone.forward_backward(rows_of("a", 0), adapter_name="a")
+    norms = [m.clip_grad_and_step(adapter_name="a") for m in (model, alone)]
+    assert norms[0] == norms[1] and all(torch.equal(x, y) for x, y in zip(state(model, "a"), state(alone, "a"), strict=True))
+    assert model.sessions["c"].window.count == 0
+    assert all(p.grad is None for p in model.adapters.parameters("c").values())
+    assert all(torch.equal(x, y) for x, y in zip(before, state(model, "c"), strict=True))
+
+
+def test_numbers_that_are_none_stay_with_their_tenant():
+    model, alone = build(on_nonfinite="skip"), build()
+    for name in "ac":
+        join(model, name)
+    join(alone, "a")
+    with torch.no_grad():
+        next(iter(model.adapters.parameters("c").values())).fill_(float("nan"))
+    found = model.forward_backward_many({"c": rows_of("c", 0), "a": rows_of("a", 0)})
+    assert not torch.isfinite(torch.as_tensor(found["c"]))
+    assert float(found["a"]) == float(alone.forward_backward(rows_of("a", 0), adapter_name="a"))
+    assert model.clip_grad_and_step(adapter_name="a") == alone.clip_grad_and_step(adapter_name="a")
+    assert all(torch.equal(x, y) for x, y in zip(state(model, "a"), state(alone, "a"), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("inputs", "error"),
+    [
+        ({"a": rows_of("a", 0), "nobody": rows_of("c", 0)}, UnknownAdapter),
+        ({"c": rows_of("c", 0), "a": [{"input_ids": [3, 4]}]}, LabelsMissing),
+        ({"a": rows_of("a", 0), "lora_0": rows_of("a", 0)}, BadArgument),
+        ({"a": rows_of("a", 0), "": rows_of("a", 0)}, BadArgument),
+        ({}, BadArgument),
+        (rows_of("a", 0), BadArgument),
+    ],
+)
+def test_refused_before_anything_changes(inputs, error):
+    model = build()
+    for name in "ac":
+        join(model, name)
+    with pytest.raises(error):
+        model.forward_backward_many(inputs, gradient_accumulation_steps=3)
+    for name in "ac":
+        window = model.sessions[name].window
+        assert (window.size, window.count) == (None, 0)
+        assert all(p.grad is None for p in model.adapters.parameters(name).values())
+
+
+def test_loss_arguments_of_each_and_of_all():
+    model, seen = build(), {}
+
+    def noted(inputs, outputs, *, weight, shared):
+        seen[weight] = shared
+        return -outputs.logps.mean() * weight
+
+    noted.needs = {"logps"}
+    for name in "ac":
+        join(model, name)
+        model.set_loss(noted, adapter_name=name)
+    found = model.forward_backward_many(
+        {name: rows_of("a", 0) for name in "ac"}, weight={"a": 1.0, "c": 2.0}, shared={"some": "dict"}
+    )
+    assert seen == {1.0: {"some": "dict"}, 2.0: {"some": "dict"}}
+    assert float(found["c"]) == pytest.approx(2 * float(found["a"]), rel=1e-2)  # adapters begin at B = 0
+
+
+def test_groups_keep_to_the_budget(monkeypatch):
+    passes = count_passes(monkeypatch)
+    model = build()
+    for name in "abcd":
+        join(model, name)
+    model.scheduler.budget, model.scheduler.alone = 40, 30
+    # a 22 tokens, b 2, c 35 (alone), d 18
+    model.forward_backward_many({name: rows_of(name, 0) for name in "abcd"})
+    assert sorted(passes) == [1, 1, 2]
+
+
+def test_few_tokens_are_filled_up():
+    model = build()
+    join(model, "b")
+    seen = []
+    assert model.engine.sharing.way == "shared"
+    model.module.base_model.register_forward_pre_hook(lambda _, __, k: seen.append(k["input_ids"].shape[1]), with_kwargs=True)
+    model.forward_backward([{"input_ids": [5, 6], "labels": [6, 7]}], adapter_name="b")
+    assert seen[-1] == LEAST
+
+
+def serve_in_threads(model, names, steps, barrier=True):
+    gate, failures = threading.Barrier(len(names)), []
+    numbers = {name: [] for name in names}
+
+    def tenant(name):
+        try:
+            for i in range(steps):
+                if barrier:
+                    gate.wait(60)
+                loss = model.forward_backward(rows_of(name, i), adapter_name=name)
+                numbers[name] += [float(loss), float(model.clip_grad_and_step(0.5, adapter_name=name))]
+        except BaseException as error:
+            failures.append(error)
+            gate.abort()
+
+    threads = [threading.Thread(target=tenant, args=(name,)) for name in names]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert not failures, failures
+    return numbers
+
+
+def test_threads_share_passes_and_feel_nothing(monkeypatch):
+    expected = {name: trained([name], "one by one")[name] for name in TENANTS}
+    passes = count_passes(monkeypatch)
+    model = build()
+    for name in TENANTS:
+        join(model, name)
+    model.engine.sharing  # noqa: B018  tried now, not in the first pass
+    with model.turns:  # the model is busy until all have called
+        threads = threading.Thread(target=lambda: results.update(serve_in_threads(model, list(TENANTS), STEPS)))
+        results = {}
+        threads.start()
+        while len(model.scheduler._waiting) < len(TENANTS):
+            threads.join(0.01)
+            assert threads.is_alive()
+    threads.join(120)
+    assert passes[0] == len(TENANTS) and sum(passes) == STEPS * len(TENANTS) and len(passes) < sum(passes)
+    for name, (numbers, weights) in expected.items():
+        assert results[name] == numbers
+        assert all(torch.equal(x, y) for x, y in zip(state(model, name), weights, strict=True))
+
+
+def test_a_call_that_fails_in_a_gathered_pass_is_its_callers():
+    model = build()
+    for name in "ac":
+        join(model, name)
+    outcomes = {}
+
+    def call(name, rows):
+        try:
+            outcomes[name] = model.forward_backward(rows, adapter_name=name)
+        except Exception as error:
+            outcomes[name] = error
+
+    with model.turns:
+        rows = {"c": rows_of("c", 0), "a": [{"input_ids": [3, 4]}]}
+        threads = [threading.Thread(target=call, args=item) for item in rows.items()]
+        for thread in threads:
+            thread.start()
+        while len(model.scheduler._waiting) < 2:
+            threads[0].join(0.01)
+    for thread in threads:
+        thread.join(60)
+    assert isinstance(outcomes["a"], LabelsMissing) and float(outcomes["c"]) > 0
+
+
+TURNS = {
+    "eager attention": {"attn_implementation": "eager"},
+    "dropout in attention": {"config": tiny_config(attention_dropout=0.1)},
+}
+
+
+@pytest.mark.parametrize("case", TURNS)
+def test_what_cannot_be_shared_takes_turns(case, monkeypatch):
+    passes = count_passes(monkeypatch)
+    model = build(**TURNS[case])
+    for name in "ac":
+        join(model, name)
+    found = model.forward_backward_many({name: rows_of(name, 0) for name in "ac"})
+    assert model.engine.sharing.way == "turns" and not passes and len(found) == 2
+    assert "tenants take turns" in model.get_train_configs(adapter_name="")
+
+
+def test_experts_are_asked_like_any_model():
+    """A mixture of experts shares passes only if its rows were seen to keep apart; either way tenants feel nothing."""
+    config = MixtralConfig(
+        vocab_size=264, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, pad_token_id=0,
+    )  # fmt: skip
+    found = []
+    for names in (["a"], ["a", "c"]):
+        torch.manual_seed(0)
+        model = MultiLoraTransformersModel(
+            MixtralForCausalLM, config=config, mixed_precision="no", max_loras=2, max_r=8,
+            target_modules=["q_proj", "k_proj", "v_proj", "o_proj"],
+        )  # fmt: skip
+        for name in names:
+            torch.manual_seed(ord(name))
+            model.add_adapter_to_model(name, LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
+            model.set_optimizer("sgd", lr=0.1, adapter_name=name)
+        losses = []
+        for i in range(2):
+            losses.append(float(model.forward_backward_many({name: rows_of(name, i) for name in names})["a"]))
+            losses += [model.clip_grad_and_step(adapter_name=name) for name in names if name == "a"]
+        found.append((losses, state(model, "a")))
+    assert same(*found)

@@ -1,0 +1,1 @@
+"""Patches: other ways for a transformers model to compute the same."""
