@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 from collections.abc import Iterator
 from typing import Any, TypeGuard
@@ -56,7 +57,8 @@ def room(height: int, width: int, like: Tensor) -> Tensor:
     if like.device.type != "cpu" or size < FRESH or not hasattr(mmap, "MADV_HUGEPAGE"):
         return like.new_empty(height, width)
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_HUGEPAGE)
+    with contextlib.suppress(OSError):  # a kernel built without them
+        memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=like.dtype).view(height, width)
 
 

@@ -10,8 +10,8 @@ import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch.nn import functional as F
 
-from twinkle_core.ops.lora_linear import Dropout, Lora, dropout_seed, lora_linear_many, one_type
 from twinkle_core.ops.chunks import is_plain
+from twinkle_core.ops.lora_linear import Dropout, Lora, dropout_seed, lora_linear_many, one_type
 
 
 @dataclass(frozen=True, slots=True)

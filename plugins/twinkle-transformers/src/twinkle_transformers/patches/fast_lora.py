@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from twinkle_core.contracts.patch import Patch
 from twinkle_core.errors import PatchOrder
-from twinkle_core.ops.lora_linear import lora_linear, one_type
 from twinkle_core.ops.chunks import is_plain
+from twinkle_core.ops.lora_linear import lora_linear, one_type
 from twinkle_transformers.tree import peft_layers
 
 
