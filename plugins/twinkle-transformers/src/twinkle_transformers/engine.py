@@ -115,7 +115,6 @@ class TransformersEngine(LoopEngine):
         self._caches = caches(module)
         self._roads: dict[tuple[Any, ...], Any] = {}
         self._isolated: set[Any] = set()
-        self._from_zero: bool | None = None  # whether its positions count so; asked once
         self._own = list(module.parameters())  # the model's, without those of adapters, which are fp32 from the beginning
 
     # ------------------------------------------------------------------------------------------------ forward
@@ -318,9 +317,10 @@ class TransformersEngine(LoopEngine):
         return layer if self._roads[key] else None
 
     def _counts_from_zero(self) -> bool:
-        if self._from_zero is None:
-            self._from_zero = counts_from_zero(self.module, self.precision, self.device)
-        return self._from_zero
+        key = ("counts from zero",)
+        if key not in self._roads:
+            self._roads[key] = counts_from_zero(self.module, self.precision, self.device)
+        return bool(self._roads[key])
 
     def _check_isolation(self) -> None:
         key = getattr(getattr(self.module, "config", None), "_attn_implementation", None)
