@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -64,6 +64,11 @@ class AdapterStore(ABC):
     @abstractmethod
     def read(self, name: str, folder: Path) -> dict[str, torch.Tensor]:
         """The tensors that ``write`` wrote, for ``load_state_dict``. Changes nothing."""
+
+    def gathered(self, name: str) -> AbstractContextManager[None]:
+        """All ranks enter it before the first of them calls ``write``: a store whose tensors lie apart on ranks brings them
+        together. Default: they do not."""
+        return nullcontext()
 
     def check_compatible(self, name: str, folder: Path) -> None:  # noqa: B027  (optional)
         """Raise CheckpointMismatch if the weights in ``folder`` would compute something else in this adapter than in the one

@@ -133,11 +133,11 @@ class Engine(ABC):
         return 1.0
 
     def all_reduce(self, x: torch.Tensor, over: str = "dp") -> torch.Tensor:
-        """Sum over the ranks of a mesh dimension. Default: one rank."""
+        """Sum over ranks: ``dp``, those that have different rows, or ``world``, all of the mesh. Default: one rank."""
         return x
 
     def gather_objects(self, obj: Any, over: str = "dp") -> list[Any]:
-        """The objects of all ranks of a mesh dimension, in rank order. Default: one rank."""
+        """The objects of the ranks of ``dp`` or ``world``, in rank order. Default: one rank."""
         return [obj]
 
     def ranks(self, over: str = "dp") -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,13 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
 from peft.utils.constants import INCLUDE_LINEAR_LAYERS_SHORTHAND
 
-from twinkle_core import hub
+from twinkle_core import hub, settings
 from twinkle_core.contracts.adapters import BASE, AdapterStore
 from twinkle_core.errors import BadAdapter, CheckpointDamaged, CheckpointMismatch, DuplicateAdapter, UnknownAdapter
 from twinkle_core.log import get_logger
 from twinkle_core.names import closest
 from twinkle_core.patches.heads import VALUE_HEAD
+from twinkle_core.ops.sharded import is_sharded, set_to
 from twinkle_core.train.folder import STATE_FILE
 from twinkle_transformers import checkpoint
 from twinkle_transformers.precision import Precision, widen
@@ -54,6 +55,8 @@ class PeftAdapters(AdapterStore):
         precision: which types weights have; default: leave them as they are.
         tokenizer: gives the tokenizer, or what else has a ``save_pretrained``, whose files belong beside a whole model's
             weights, or None.
+        agree: gives a new adapter's tensors the same values on all ranks.
+        rest: is called before the base model's tensors are looked at: a sharded model lets go of what it has gathered.
     """
 
     def __init__(
@@ -61,9 +64,12 @@ class PeftAdapters(AdapterStore):
         module: torch.nn.Module,
         precision: Precision | None = None,
         tokenizer: Callable[[], Any] = lambda: None,
+        agree: Callable[[Iterable[torch.Tensor]], None] = lambda tensors: None,
+        rest: Callable[[], None] = lambda: None,
     ) -> None:
         self.module = module
-        self._tokenizer = tokenizer
+        self._tokenizer, self._agree, self._at_rest = tokenizer, agree, rest
+        self._gathered: dict[str, torch.Tensor] | None = None  # what ``write`` writes, where it lay apart on ranks
         self.precision = precision or Precision("no")
         self._peft: Any = None  # while there are adapters
         self._inner: dict[str, str] = {}
@@ -113,6 +119,7 @@ class PeftAdapters(AdapterStore):
                 self._inject(name, inner, config)
             if state is not None:
                 self.load_state_dict(name, state)
+            self._agree(self._flags[name])
         except BaseException:  # what no rehearsal shows, such as a device that is full
             self._withdraw(name, inner)
             raise
@@ -274,6 +281,7 @@ class PeftAdapters(AdapterStore):
     # ------------------------------------------------------------------------------------------------ tensors
 
     def parameters(self, name: str) -> dict[str, torch.nn.Parameter]:
+        self._at_rest()
         if self._known(name) == BASE:
             flags = self._base_flags
             return {k: p for k, p in plain_parameters(self.module).items() if flags.get(p, p.requires_grad)}
@@ -286,6 +294,7 @@ class PeftAdapters(AdapterStore):
         }
 
     def state_dict(self, name: str) -> dict[str, torch.Tensor]:
+        self._at_rest()
         if self._known(name) == BASE:
             return plain_state(self.module)
         # without its embedding layers: asked to decide by itself, peft looks for the base model's config on the hub
@@ -311,7 +320,7 @@ class PeftAdapters(AdapterStore):
         live = self.state_dict(BASE)
         with torch.no_grad():
             for key, tensor in state.items():
-                live[key].copy_(tensor)
+                set_to(live[key], tensor)
         for key, parameter in parameters.items():
             if key in state:
                 self.precision.note_stored(parameter, state[key])
@@ -349,11 +358,21 @@ class PeftAdapters(AdapterStore):
             if rounded:
                 text = "%d weight(s) of the base model are saved as adapters compute with them, rounded to %s"
                 get_logger("transformers").warning(text, rounded, self.precision.mixed)
-            checkpoint.write_model(self.module, self.state_dict(BASE), folder)
+            checkpoint.write_model(self.module, self._gathered or self.state_dict(BASE), folder)
             if (tokenizer := self._tokenizer()) is not None:
                 tokenizer.save_pretrained(str(folder))
         else:
-            checkpoint.write_adapter(self.module, self._saved_config(name), self.state_dict(name), folder)
+            checkpoint.write_adapter(self.module, self._saved_config(name), self._gathered or self.state_dict(name), folder)
+
+    @contextmanager
+    def gathered(self, name: str) -> Iterator[None]:
+        state = self.state_dict(name)
+        if any(is_sharded(tensor) for tensor in state.values()):
+            self._gathered = checkpoint.gather(state, settings.rank() == 0)
+        try:
+            yield
+        finally:
+            self._gathered = None
 
     def read(self, name: str, folder: Path) -> dict[str, torch.Tensor]:
         if self._known(name) == BASE:

@@ -17,12 +17,13 @@ from twinkle_core.mesh import DeviceMesh
 from twinkle_core.names import closest
 from twinkle_core.ops.token_logps import Tempered, logps_from_logits, token_logps
 from twinkle_core.patches.heads import NO_POOLING, NO_VALUE_HEAD, VALUE_HEAD, pooling_of, values_of
-from twinkle_core.train.loop_engine import LoopEngine, evaluating
+from twinkle_core.train.loop_engine import evaluating
 from twinkle_core.train.session import Session
 from twinkle_core.types import InputFeature, ModelOutput
 from twinkle_transformers.attention import by_row
 from twinkle_transformers.generate import check_options, complete
 from twinkle_transformers.inputs import Fitted, fit, packs
+from twinkle_transformers.parallel import Meeting, MeshEngine
 from twinkle_transformers.precision import NARROW, Precision
 from twinkle_transformers.probes import body_of, caches, check_isolation, counts_from_zero, output_layer_of
 from twinkle_transformers.tree import text_config
@@ -78,7 +79,7 @@ def _named(needs: frozenset[str], values: tuple[Any, ...]) -> dict[str, torch.Te
     return {k: v for k, v in found.items() if k in needs and v is not None}
 
 
-class TransformersEngine(LoopEngine):
+class TransformersEngine(MeshEngine):
     """Core's loop over micro-batches, with a transformers model inside.
 
     Labels never reach the model: its own loss would shift and average them. Logps, predictions and entropies are taken from
@@ -89,6 +90,7 @@ class TransformersEngine(LoopEngine):
         module: the model.
         precision: its types, and the autocast of a forward.
         device, mesh, scaler, on_nonfinite: see LoopEngine.
+        meeting: of the mesh's ranks; default: a new one.
         facts: for ``describe``.
     """
 
@@ -102,11 +104,13 @@ class TransformersEngine(LoopEngine):
         precision: Precision,
         device: torch.device,
         mesh: DeviceMesh | None = None,
+        meeting: Meeting | None = None,
         scaler: torch.amp.GradScaler | None = None,
         on_nonfinite: Literal["raise", "skip"] = "raise",
         facts: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(module, mesh=mesh, device=device, scaler=scaler, on_nonfinite=on_nonfinite)
+        self.meeting = meeting or Meeting(self.mesh, self.device)
         self.precision = precision
         self._facts = dict(facts or {})
         self._takes = frozenset(inspect.signature(module.forward).parameters) - {"labels", "use_cache"}
@@ -170,13 +174,18 @@ class TransformersEngine(LoopEngine):
         mode = training(self.module) if train else evaluating(self.module)
         rows = by_row(self.module, batch.inputs.get("seq_lens"))
         with mode, self.precision.autocast(self.device), rows:
-            heads = self._heads(needs)
-            if heads and heads == needs:
-                return self._by_heads(self._states(body_of(self.module)(**inputs)), batch.inputs, heads)
-            layer = self._output_layer(inputs) if self._wants_hidden(needs - heads, task) else None
-            if layer is None:
-                return self._by_logits(batch.inputs, inputs, needs, temperature)
-            return self._by_hidden(batch.inputs, inputs, needs, temperature, layer)
+            return ModelOutput(self.around(lambda: dict(self._compute(batch.inputs, inputs, needs, temperature, task))))
+
+    def _compute(
+        self, batch: InputFeature, inputs: Mapping[str, Any], needs: frozenset[str], temperature: float, task: str
+    ) -> ModelOutput:
+        heads = self._heads(needs)
+        if heads and heads == needs:
+            return self._by_heads(self._states(body_of(self.module)(**inputs)), batch, heads)
+        layer = self._output_layer(inputs) if self._wants_hidden(needs - heads, task) else None
+        if layer is None:
+            return self._by_logits(batch, inputs, needs, temperature)
+        return self._by_hidden(batch, inputs, needs, temperature, layer)
 
     def backward(self, loss_sum: torch.Tensor, *, sync: bool = True) -> None:
         # gradient checkpointing runs parts of the forward again, with their dropout and their attention

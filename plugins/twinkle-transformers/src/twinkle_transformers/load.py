@@ -14,7 +14,6 @@ from safetensors import SafetensorError
 from twinkle_core import hardware, hub, settings
 from twinkle_core.errors import (
     HoldsAdapter,
-    ManyProcesses,
     ModelNotLoaded,
     NoDevice,
     NoModel,
@@ -82,14 +81,6 @@ def check_types(owner: str, given: Mapping[str, tuple[Any, type | tuple[type, ..
     for parameter, (value, types, wanted) in given.items():
         if value is not None and not isinstance(value, types):
             raise WrongType(owner, parameter, value, wanted)
-
-
-def check_single_process(owner: str, mesh: DeviceMesh | None) -> None:
-    """Refuse what would need more than this process, instead of training copies that know nothing of each other."""
-    if mesh is not None and mesh.world_size > 1:
-        raise ManyProcesses(owner, mesh.world_size, "its device mesh")
-    if settings.world_size() > 1:
-        raise ManyProcesses(owner, settings.world_size(), "torchrun's WORLD_SIZE")
 
 
 def warn_slow_precision(precision: Precision, device: torch.device) -> None:

@@ -16,9 +16,10 @@ from twinkle_core.log import get_logger
 from twinkle_core.names import closest
 from twinkle_core.runtime.dispatch import remote_class
 from twinkle_core.train.verbs import SessionModel
-from twinkle_transformers import load
+from twinkle_transformers import fsdp, load
 from twinkle_transformers.adapters import PeftAdapters
 from twinkle_transformers.engine import TransformersEngine
+from twinkle_transformers.parallel import Meeting, mesh_of
 from twinkle_transformers.precision import Mixed, Precision
 
 if TYPE_CHECKING:
@@ -86,9 +87,12 @@ class TransformersModel(SessionModel):
             if value not in known:
                 raise UnknownOption(parameter, value, closest(str(value), known), known)
         load.check_types(owner, _types(locals()))
-        load.check_single_process(owner, device_mesh)
+        mesh = mesh_of(owner, device_mesh)
         precision = Precision(mixed_precision)
-        device = load.pick_device(device_mesh)
+        device = load.pick_device(mesh)
+        sharded = mesh.sizes["fsdp"] > 1
+        fsdp.check_config(fsdp_config or {})
+        precision.narrows = not sharded
         scaler = _scaler(precision, device, grad_scaler_config)
         module = load.load_model(
             owner,
@@ -103,16 +107,28 @@ class TransformersModel(SessionModel):
         load.set_checkpointing(module, gradient_checkpointing)
         module.train()  # at rest; only ``forward_only`` and ``generate`` leave it, and come back
         load.warn_slow_precision(precision, device)
+        meeting = Meeting(mesh, device)
+        meeting.agree([*module.parameters(), *module.buffers()])
+        shards = fsdp.Shards(module, mesh, device, precision.compute, fsdp_config or {}) if sharded else None
         facts = {
             "model_id": str(model_id) if model_id is not None else "none (random weights)",
             "mixed_precision": mixed_precision,
-            "strategy": f"{strategy} (one process: not wrapped)",
+            "strategy": f"{strategy} (one process: not wrapped)" if mesh.world_size == 1 else f"data parallel ({mesh.data_world_size} ranks)",
             "gradient_checkpointing": bool(gradient_checkpointing),
         }
         engine = TransformersEngine(
-            module, precision=precision, device=device, mesh=device_mesh, scaler=scaler, on_nonfinite=on_nonfinite, facts=facts
+            module,
+            precision=precision,
+            device=device,
+            mesh=mesh,
+            meeting=meeting,
+            scaler=scaler,
+            on_nonfinite=on_nonfinite,
+            facts=facts,
         )
-        adapters = PeftAdapters(module, precision, lambda: _writer(self.sessions[BASE].template))
+        engine.shards = shards
+        rest = (lambda: None) if shards is None else shards.rest
+        adapters = PeftAdapters(module, precision, lambda: _writer(self.sessions[BASE].template), meeting.agree, rest)
         super().__init__(engine, adapters)
 
     @property

@@ -117,7 +117,8 @@ def skeleton(module: torch.nn.Module, weightless: bool = True) -> Any:
         if t is None:
             return None
         if id(t) not in copies:
-            copy = torch.empty_like(t, device="meta") if weightless else t.detach()
+            # by shape: of a tensor that lies apart on ranks the whole is meant
+            copy = torch.empty(t.shape, dtype=t.dtype, device="meta") if weightless else t.detach()
             whole = isinstance(t, torch.nn.Parameter)
             copies[id(t)] = torch.nn.Parameter(copy, requires_grad=t.requires_grad) if whole else copy
         return copies[id(t)]

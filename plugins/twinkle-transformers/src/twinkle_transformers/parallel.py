@@ -1,0 +1,218 @@
+"""Several processes: how ranks meet, and the engine that sums gradients over them.
+
+Gradients are summed by this module itself, once for each window, in buckets, and not by a wrapper around the model. A wrapper
+(torch's DDP) must be told at each backward whether it is the last, is made anew when an adapter comes, counts a parameter
+without a gradient as an error, and averages where sums are wanted; summing at the end of a window needs none of that, and
+sends no more bytes. What it gives up is sending while a backward still runs.
+"""
+
+from __future__ import annotations
+
+import atexit
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from twinkle_core import settings
+from twinkle_core.errors import ManyProcesses
+from twinkle_core.mesh import DeviceMesh
+from twinkle_core.ops.gather import Ranks
+from twinkle_core.ops.sharded import is_sharded, local
+from twinkle_core.train.loop_engine import LoopEngine, gradients
+from twinkle_transformers.fsdp import Shards
+
+T = TypeVar("T")
+#: bytes of gradients that travel in one message
+BUCKET = 32 * 2**20
+#: who meets for what, by what of a rank's place must be equal
+WORLD, DATA, WEIGHTS, SEQUENCE, TENSOR = "world", "dp", "weights", "sequence", "tp"
+
+
+def mesh_of(owner: str, mesh: DeviceMesh | None) -> DeviceMesh:
+    """The mesh, by default data ranks as many as torchrun started.
+
+    Raises:
+        ManyProcesses: it has another number of ranks than there are processes.
+    """
+    mesh = mesh or DeviceMesh.from_sizes()
+    running = dist.get_world_size() if dist.is_initialized() else settings.world_size()
+    if mesh.world_size != running:
+        raise ManyProcesses(owner, mesh.world_size, running)
+    return mesh
+
+
+def place(mesh: DeviceMesh, rank: int) -> tuple[int, int, int]:
+    """(data rank, part of the sequence, tensor part) of a rank."""
+    at = mesh.coordinates(rank)
+    data, part = divmod(at["dp"] * mesh.sizes["fsdp"] + at["fsdp"], mesh.ulysses_size)
+    return data, part, at["tp"]
+
+
+def partition(mesh: DeviceMesh, kind: str) -> list[list[int]]:
+    """All ranks in groups of those that meet."""
+    keys: dict[str, Callable[[int, int, int], tuple[int, ...]]] = {
+        WORLD: lambda data, part, tp: (),
+        DATA: lambda data, part, tp: (part, tp),
+        WEIGHTS: lambda data, part, tp: (tp,),
+        SEQUENCE: lambda data, part, tp: (data, tp),
+        TENSOR: lambda data, part, tp: (data, part),
+    }
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for rank in range(mesh.world_size):
+        groups.setdefault(keys[kind](*place(mesh, rank)), []).append(rank)
+    return list(groups.values())
+
+
+class Meeting:
+    """The groups of a mesh in which this rank meets others.
+
+    ``dp``: ranks with different rows. ``sequence``: with parts of the same rows. ``weights``: both together, between which
+    gradients are summed. ``tp``: with parts of the same weights. ``world``: all.
+
+    Args:
+        mesh: of as many ranks as there are processes. The process group is opened if nobody has.
+        device: where tensors that travel live.
+    """
+
+    def __init__(self, mesh: DeviceMesh, device: torch.device) -> None:
+        self.mesh, self.device = mesh, device
+        self._groups: dict[str, Any] = {}
+        self._sizes = {kind: len(partition(mesh, kind)[0]) for kind in (WORLD, DATA, WEIGHTS, SEQUENCE, TENSOR)}
+        if mesh.world_size == 1:
+            return
+        if not dist.is_initialized():
+            dist.init_process_group("gloo" if device.type == "cpu" else None, device_id=None if device.type == "cpu" else device)
+            atexit.register(_leave)
+        for kind, size in self._sizes.items():
+            if 1 < size < mesh.world_size:  # all processes make all groups, in one order
+                self._groups[kind] = dist.new_subgroups_by_enumeration(partition(mesh, kind))[0]
+
+    def size(self, kind: str) -> int:
+        """How many meet."""
+        return self._sizes[kind]
+
+    def group(self, kind: str) -> Any:
+        """The process group; None: the default one, of all. Only where more than one rank meets."""
+        return self._groups.get(kind)
+
+    def all_reduce(self, x: torch.Tensor, kind: str, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
+        """``x`` summed over the ranks that meet; the argument is left as it is."""
+        if self._sizes[kind] > 1:
+            dist.all_reduce(x := x.clone(), op=op, group=self.group(kind))
+        return x
+
+    def gather_objects(self, obj: Any, kind: str) -> list[Any]:
+        found = [obj] * self._sizes[kind]
+        if len(found) > 1:
+            dist.all_gather_object(found, obj, group=self.group(kind))
+        return found
+
+    def ranks(self, kind: str) -> Ranks | None:
+        return Ranks(self.group(kind)) if self._sizes[kind] > 1 else None
+
+    def agree(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Give plain tensors the values that the first of those ranks has which share weights."""
+        if self._sizes[WEIGHTS] == 1:
+            return
+        mine = next(g for g in partition(self.mesh, WEIGHTS) if self.mesh.rank in g)
+        for tensor in tensors:
+            if not is_sharded(tensor):
+                dist.broadcast(tensor.detach(), src=mine[0], group=self.group(WEIGHTS))
+
+    def sum_gradients(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """Sum gradients over the ranks that share weights. A parameter that got none on some rank counts 0 there."""
+        if self._sizes[WEIGHTS] == 1 or not parameters:
+            return
+        here = torch.tensor([float(p.grad is not None) for p in parameters], device=self.device)
+        anywhere = self.all_reduce(here, WEIGHTS).tolist()
+        bucket: list[torch.Tensor] = []
+        for p, some in zip(parameters, anywhere, strict=True):
+            if not some:
+                continue
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+            grad = local(p.grad)
+            if bucket and (grad.dtype != bucket[0].dtype or sum(g.nbytes for g in bucket) + grad.nbytes > BUCKET):
+                self._sum(bucket)
+                bucket = []
+            bucket.append(grad)
+        if bucket:
+            self._sum(bucket)
+
+    def _sum(self, bucket: list[torch.Tensor]) -> None:
+        flat = torch.cat([g.reshape(-1) for g in bucket])
+        dist.all_reduce(flat, group=self.group(WEIGHTS))
+        for grad, part in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
+            grad.copy_(part.view_as(grad))
+
+
+def _leave() -> None:
+    """Threads of a process group that is left open can abort a process that has done its work."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+class MeshEngine(LoopEngine):
+    """Core's loop on each rank; gradients, norms and counts are those of all ranks."""
+
+    meeting: Meeting
+    shards: Shards | None = None
+
+    def around(self, call: Callable[[], T]) -> T:
+        """What runs weights of the model runs inside."""
+        return call() if self.shards is None else self.shards.run(call)
+
+    def all_reduce(self, x: torch.Tensor, over: str = DATA) -> torch.Tensor:
+        return self.meeting.all_reduce(x, over)
+
+    def gather_objects(self, obj: Any, over: str = DATA) -> list[Any]:
+        return self.meeting.gather_objects(obj, over)
+
+    def ranks(self, over: str = DATA) -> Any:
+        return self.meeting.ranks(over)
+
+    def agree(self, fine: bool) -> bool:
+        here = torch.tensor(float(fine), device=self.device)
+        return bool(self.meeting.all_reduce(here, WORLD, dist.ReduceOp.MIN).item())
+
+    def finish_grads(self, optimizer: torch.optim.Optimizer, scale: torch.Tensor | float) -> bool:
+        """The window has closed: sum its gradients over ranks (each holds sums over its own tokens), then as ever."""
+        everyone = [p for group in optimizer.param_groups for p in group["params"]]
+        self.meeting.sum_gradients([p for p in everyone if not self.sums_itself(p)])
+        return super().finish_grads(optimizer, scale)
+
+    def sums_itself(self, parameter: torch.nn.Parameter) -> bool:
+        """Whether the gradient of a parameter has been summed over ranks with its backward."""
+        return is_sharded(parameter) and not set(_dims(parameter)).isdisjoint({"fsdp", "dp"})
+
+    def total_norm(self, optimizer: torch.optim.Optimizer, norm_type: float) -> torch.Tensor:
+        """Parts of one gradient that lie on several ranks are added up over those; what all ranks hold counts once."""
+        grads = gradients(optimizer)
+        if not any(is_sharded(g) for g in grads):
+            return super().total_norm(optimizer, norm_type)
+        groups: dict[tuple[Any, ...], list[torch.Tensor]] = {}
+        for grad in grads:
+            groups.setdefault(_apart(grad), []).append(local(grad))
+        infinite = math.isinf(norm_type)
+        total = torch.zeros((), device=self.device)
+        for over, parts in groups.items():
+            norms = torch.stack(torch._foreach_norm(parts, norm_type)).to(total)
+            value = norms.max() if infinite else norms.pow(norm_type).sum()
+            for group in over:
+                dist.all_reduce(value, op=dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, group=group)
+            total = torch.maximum(total, value) if infinite else total + value
+        return total if infinite else total.pow(1.0 / norm_type)
+
+
+def _dims(tensor: Any) -> tuple[str, ...]:
+    return tuple(tensor.device_mesh.mesh_dim_names or ())
+
+
+def _apart(grad: Any) -> tuple[Any, ...]:
+    """The process groups over which parts of a gradient lie apart."""
+    if not is_sharded(grad):
+        return ()
+    return tuple(grad.device_mesh.get_group(i) for i, placement in enumerate(grad.placements) if placement.is_shard())
