@@ -167,6 +167,8 @@ class TransformersEngine(MeshEngine):
         """
         if task not in TASKS:
             raise UnknownOption("task", task, closest(str(task), TASKS), TASKS)
+        if self.in_step:
+            self._counts_from_zero()  # by all ranks at once, whether this one's rows need to know it or not
         inputs = self._inputs(batch.inputs)
         if train and self.precision.compute is not None:
             # what is trained is fp32 before its first gradient: in a narrow type gradients of a window would lose digits
@@ -318,20 +320,23 @@ class TransformersEngine(MeshEngine):
         """The output layer if the logits are its output alone, else None. Asked once for each pair of layers and forward."""
         layer = self.module.get_output_embeddings()
         forward = getattr(self.module.forward, "__func__", self.module.forward)  # a patch may have put another in its place
-        key = (id(layer), id(getattr(self.module, "base_model", None)), forward, frozenset(inputs))
+        given = frozenset() if self.in_step else frozenset(inputs)  # ranks may be given more or less, and ask together
+        key = (id(layer), id(getattr(self.module, "base_model", None)), forward, given)
         if key not in self._roads:
             self._roads[key] = output_layer_of(self.module, inputs)
         return layer if self._roads[key] else None
 
     def _counts_from_zero(self) -> bool:
         if self._from_zero is None:
-            self._from_zero = counts_from_zero(self.module, self.precision, self.device)
+            with torch.no_grad():
+                self._from_zero = self.around(lambda: counts_from_zero(self.module, self.precision, self.device))
         return self._from_zero
 
     def _check_isolation(self) -> None:
         key = getattr(getattr(self.module, "config", None), "_attn_implementation", None)
         if key not in self._isolated:
-            check_isolation(self.module, self._takes, self.precision, self.device)
+            with torch.no_grad():
+                self.around(lambda: check_isolation(self.module, self._takes, self.precision, self.device))
             self._isolated.add(key)
 
     # ------------------------------------------------------------------------------------------------ the rest

@@ -161,6 +161,11 @@ class MeshEngine(LoopEngine):
     meeting: Meeting
     shards: Shards | None = None
 
+    @property
+    def in_step(self) -> bool:
+        """Whether ranks must run the model together, the same number of times."""
+        return self.shards is not None or self.meeting.size(TENSOR) > 1 or self.meeting.size(SEQUENCE) > 1
+
     def around(self, call: Callable[[], T]) -> T:
         """What runs weights of the model runs inside."""
         return call() if self.shards is None else self.shards.run(call)
