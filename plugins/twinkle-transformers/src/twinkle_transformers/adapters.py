@@ -26,7 +26,7 @@ from twinkle_core.train.folder import STATE_FILE
 from twinkle_transformers import checkpoint
 from twinkle_transformers.precision import Precision, widen
 from twinkle_transformers.rules import check_config, check_name, tell_left_out
-from twinkle_transformers.tree import Reads, peft_layers, plain_parameters, plain_state, skeleton, unwrap
+from twinkle_transformers.tree import Reads, peft_layers, plain_parameters, plain_state, skeleton, stand_ins, unwrap
 
 #: What peft raises for a config that it can't inject.
 _REFUSALS = (ValueError, TypeError, KeyError, AttributeError, RuntimeError, AssertionError, ImportError, NotImplementedError)
@@ -161,6 +161,10 @@ class PeftAdapters(AdapterStore):
     def _check_not_rounded(self, name: str, read: Mapping[str, torch.nn.Parameter]) -> None:
         """Raise BadAdapter if the adapter would begin from values that are not those of the checkpoint any more."""
         narrowed = self.precision.narrowed
+        if apart := [key for key, p in read.items() if is_sharded(p)]:
+            raise BadAdapter(
+                name, f"it begins from values of {apart[0]}, which lie apart on several ranks; take an adapter that does not"
+            )
         lost = [key for key, p in read.items() if p in narrowed and narrowed[p].rounded]
         if lost:
             shown, mixed = ", ".join(lost[:3]) + (", ..." if len(lost) > 3 else ""), self.precision.mixed
@@ -176,10 +180,11 @@ class PeftAdapters(AdapterStore):
             for patterns in ("rank_pattern", "alpha_pattern"):
                 if not getattr(config, patterns, None):  # for fused experts peft adds some itself, and misses them itself
                     warnings.filterwarnings("ignore", f"The following {patterns} keys did not match", RuntimeWarning)
-            if self._peft is None:
-                self._peft = _Tree(self.module, config, inner)
-            else:
-                self._peft.add_adapter(inner, config)
+            with stand_ins(self.module):
+                if self._peft is None:
+                    self._peft = _Tree(self.module, config, inner)
+                else:
+                    self._peft.add_adapter(inner, config)
         self._inner[name] = inner
         self._layers = peft_layers(self.module)
         for module in self.module.modules():  # peft's new modules start in training mode, wherever the model is

@@ -374,8 +374,10 @@ class TransformersEngine(MeshEngine):
         if not self.module.can_generate():
             raise NotComputed(self._name(), "text", "transformers can't generate with this class; load one ...ForCausalLM")
         check_options("TransformersModel.generate", self.module, kwargs)
+        if self.in_step:
+            kwargs = {**kwargs, "synced_gpus": True}  # a rank that is done goes on until all are
         with evaluating(self.module), self.precision.autocast(self.device):
-            return complete(self.module, rows, self.device, kwargs, generator=generator, keep_end=keep_end)
+            return self.around(lambda: complete(self.module, rows, self.device, kwargs, generator=generator, keep_end=keep_end))
 
     def describe(self) -> dict[str, Any]:
         return {**super().describe(), **self._facts}

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from twinkle_core.errors import WrongArgument
+from twinkle_core.errors import BadLayout, WrongArgument
 from twinkle_core.mesh import ORDER, DeviceMesh
 from twinkle_core.names import closest
 from twinkle_core.ops.sharded import is_sharded, set_to
@@ -126,6 +126,41 @@ def _tensors(module: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str, to
             if tensor is not None and id(tensor) not in seen:
                 seen.add(id(tensor))
                 yield m, name, tensor
+
+
+def load_on_first(mesh: DeviceMesh, load: Callable[[], Any], build: Callable[[Any], Any]) -> Any:
+    """The model with its weights on rank 0, and without storage on all others.
+
+    Args:
+        load: reads the model; called on rank 0 alone, whose failure is raised on all ranks.
+        build: a model from its config.
+
+    Raises:
+        BadLayout: rank 0 failed, or ``build`` makes another model than ``load``.
+    """
+    told: list[Any] = [None]
+    if mesh.rank == 0:
+        try:
+            module = load()
+            told = [(module.config, [(tuple(t.shape), t.dtype) for _, _, t in _tensors(module)], None)]
+        except Exception as error:  # told to all ranks, which wait for it
+            dist.broadcast_object_list([(None, None, str(error))], src=0)
+            raise
+        dist.broadcast_object_list(told, src=0)
+        return module
+    dist.broadcast_object_list(told, src=0)
+    config, tensors, failure = told[0]
+    if failure is not None:
+        raise BadLayout("memory_efficient_init", f"rank 0, which reads the model for all, failed: {failure}")
+    with torch.device("meta"):
+        module = build(config)
+    mine = list(_tensors(module))
+    if [tuple(t.shape) for _, _, t in mine] != [shape for shape, _ in tensors]:
+        raise BadLayout("memory_efficient_init", "a model from the config alone has other tensors than the one that is read")
+    for (_, _, tensor), (_, dtype) in zip(mine, tensors, strict=True):
+        if tensor.dtype != dtype:
+            tensor.data = tensor.data.to(dtype)
+    return module.eval()
 
 
 def held(module: torch.nn.Module) -> list[torch.Tensor]:

@@ -138,6 +138,16 @@ def load_model(
     return model.eval()
 
 
+def from_config(model_cls: Any, config: Any, options: Mapping[str, Any]) -> Any:
+    """A model that a config describes, as ``load_model`` would build it."""
+    cls = model_class(model_cls)
+    loader = {k: v for k, v in options.items() if k in _FROM_CONFIG and k not in ("dtype", "torch_dtype")}
+    if hasattr(cls, "from_config"):
+        return cls.from_config(config, **loader)
+    loader.pop("trust_remote_code", None)
+    return cls._from_config(config, **loader)
+
+
 def _no_model(owner: str, own: frozenset[str], options: Mapping[str, Any]) -> NoReturn:
     """There is no model to ask what it knows; but a word that is like one of the constructor's is what is missing."""
     for key in options:

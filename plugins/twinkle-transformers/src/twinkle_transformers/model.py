@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,7 +20,7 @@ from twinkle_core.train.verbs import SessionModel
 from twinkle_transformers import fsdp, load
 from twinkle_transformers.adapters import PeftAdapters
 from twinkle_transformers.engine import TransformersEngine
-from twinkle_transformers.parallel import Meeting, mesh_of
+from twinkle_transformers.parallel import Meeting, check_ddp_config, mesh_of
 from twinkle_transformers.precision import Mixed, Precision
 
 if TYPE_CHECKING:
@@ -93,27 +94,43 @@ class TransformersModel(SessionModel):
         sharded = mesh.sizes["fsdp"] > 1
         fsdp.check_config(fsdp_config or {})
         precision.narrows = not sharded
+        bucket = check_ddp_config(ddp_config or {})
         scaler = _scaler(precision, device, grad_scaler_config)
-        module = load.load_model(
-            owner,
-            frozenset(inspect.signature(TransformersModel).parameters) - {"kwargs"},
-            model_cls=model_cls,
-            model_id=model_id,
-            config=config,
-            precision=precision,
-            device=device,
-            options=kwargs,
-        )
+        meeting = Meeting(mesh, device, bucket)
+
+        def read(device: torch.device = device) -> Any:
+            return load.load_model(
+                owner,
+                frozenset(inspect.signature(TransformersModel).parameters) - {"kwargs"},
+                model_cls=model_cls,
+                model_id=model_id,
+                config=config,
+                precision=precision,
+                device=device,
+                options=kwargs,
+            )
+
+        by_one = memory_efficient_init and sharded
+        if by_one:
+            build = functools.partial(load.from_config, model_cls, options=kwargs)
+            module = fsdp.load_on_first(mesh, lambda: read(torch.device("cpu")), build)
+        else:
+            module = read()
         load.set_checkpointing(module, gradient_checkpointing)
         module.train()  # at rest; only ``forward_only`` and ``generate`` leave it, and come back
         load.warn_slow_precision(precision, device)
-        meeting = Meeting(mesh, device)
-        meeting.agree([*module.parameters(), *module.buffers()])
+        if not by_one:
+            meeting.agree([*module.parameters(), *module.buffers()])
+        source = fsdp.held(module) if by_one and mesh.rank == 0 else None
         shards = fsdp.Shards(module, mesh, device, precision.compute, fsdp_config or {}) if sharded else None
+        if by_one:
+            fsdp.fill(module, source, device)
         facts = {
             "model_id": str(model_id) if model_id is not None else "none (random weights)",
             "mixed_precision": mixed_precision,
-            "strategy": f"{strategy} (one process: not wrapped)" if mesh.world_size == 1 else f"data parallel ({mesh.data_world_size} ranks)",
+            "strategy": f"{strategy} (one process: not wrapped)"
+            if mesh.world_size == 1
+            else f"data parallel ({mesh.data_world_size} ranks)",
             "gradient_checkpointing": bool(gradient_checkpointing),
         }
         engine = TransformersEngine(

@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import atexit
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from twinkle_core import settings
+from twinkle_core import arguments, settings
 from twinkle_core.errors import ManyProcesses
+from twinkle_core.log import get_logger
 from twinkle_core.mesh import DeviceMesh
 from twinkle_core.ops.gather import Ranks
 from twinkle_core.ops.sharded import is_sharded, local
@@ -25,8 +26,8 @@ from twinkle_core.train.loop_engine import LoopEngine, gradients
 from twinkle_transformers.fsdp import Shards
 
 T = TypeVar("T")
-#: bytes of gradients that travel in one message
-BUCKET = 32 * 2**20
+#: MB of gradients that travel in one message
+BUCKET_MB = 25.0
 #: who meets for what, by what of a rank's place must be equal
 WORLD, DATA, WEIGHTS, SEQUENCE, TENSOR = "world", "dp", "weights", "sequence", "tp"
 
@@ -42,6 +43,20 @@ def mesh_of(owner: str, mesh: DeviceMesh | None) -> DeviceMesh:
     if mesh.world_size != running:
         raise ManyProcesses(owner, mesh.world_size, running)
     return mesh
+
+
+def check_ddp_config(config: Mapping[str, Any]) -> float:
+    """How many MB of gradients travel in one message: ``bucket_cap_mb``. What else DistributedDataParallel takes is about how it
+    watches backwards, and is without effect.
+
+    Raises:
+        WrongArgument: it doesn't know the option either.
+    """
+    arguments.check(torch.nn.parallel.DistributedDataParallel, config, "ddp_config", positional=1)
+    if idle := sorted(set(config) - {"bucket_cap_mb"}):
+        text = "ddp_config: %s without effect: gradients are summed once for each window, without a wrapper around the model"
+        get_logger("transformers").warning(text, ", ".join(idle) + (" is" if len(idle) == 1 else " are"))
+    return float(config.get("bucket_cap_mb") or BUCKET_MB)
 
 
 def place(mesh: DeviceMesh, rank: int) -> tuple[int, int, int]:
@@ -75,16 +90,19 @@ class Meeting:
     Args:
         mesh: of as many ranks as there are processes. The process group is opened if nobody has.
         device: where tensors that travel live.
+        bucket_mb: MB of gradients that travel in one message.
     """
 
-    def __init__(self, mesh: DeviceMesh, device: torch.device) -> None:
-        self.mesh, self.device = mesh, device
+    def __init__(self, mesh: DeviceMesh, device: torch.device, bucket_mb: float = BUCKET_MB) -> None:
+        self.mesh, self.device, self._bucket = mesh, device, bucket_mb * 2**20
         self._groups: dict[str, Any] = {}
         self._sizes = {kind: len(partition(mesh, kind)[0]) for kind in (WORLD, DATA, WEIGHTS, SEQUENCE, TENSOR)}
         if mesh.world_size == 1:
             return
         if not dist.is_initialized():
-            dist.init_process_group("gloo" if device.type == "cpu" else None, device_id=None if device.type == "cpu" else device)
+            dist.init_process_group(
+                "gloo" if device.type == "cpu" else None, device_id=None if device.type == "cpu" else device
+            )
             atexit.register(_leave)
         for kind, size in self._sizes.items():
             if 1 < size < mesh.world_size:  # all processes make all groups, in one order
@@ -135,7 +153,7 @@ class Meeting:
             if p.grad is None:
                 p.grad = torch.zeros_like(p)
             grad = local(p.grad)
-            if bucket and (grad.dtype != bucket[0].dtype or sum(g.nbytes for g in bucket) + grad.nbytes > BUCKET):
+            if bucket and (grad.dtype != bucket[0].dtype or sum(g.nbytes for g in bucket) + grad.nbytes > self._bucket):
                 self._sum(bucket)
                 bucket = []
             bucket.append(grad)

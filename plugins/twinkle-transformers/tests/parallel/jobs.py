@@ -7,9 +7,10 @@ from peft import LoraConfig
 from transformers import LlamaConfig, Qwen3MoeConfig
 
 from twinkle_core.data.sampler import share
+from twinkle_core.errors import NonFiniteGradients
 from twinkle_core.mesh import DeviceMesh
 from twinkle_core.ops.sharded import whole
-from twinkle_core.testing.toys import random_rows
+from twinkle_core.testing.toys import contrast_rows, random_rows
 from twinkle_transformers.model import TransformersModel
 from twinkle_transformers.testing import tiny_config
 
@@ -51,10 +52,12 @@ def batches():
 def model(sizes, kind="llama", adapter="", **options):
     torch.manual_seed(5)
     config = CONFIGS[kind]()
+    dropout = options.pop("dropout", 0.0)
     mesh = DeviceMesh.from_sizes(device_type="cpu", **sizes)
     built = TransformersModel(config=config, mixed_precision="no", device_mesh=mesh, **options)
     if adapter:
-        built.add_adapter_to_model(adapter, LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", init_lora_weights=False))
+        config = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", init_lora_weights=False, lora_dropout=dropout)
+        built.add_adapter_to_model(adapter, config)
     return built
 
 
@@ -97,3 +100,122 @@ class Jobs:
             logits = built.forward_only(batches()[0][:1], adapter_name=adapter).logits
             found[name]["logits"] = logits.detach().clone()
         return found
+
+    def checkpoints(self, rank, world_size, folder, jobs):
+        """Train, save, train on; then the same from the checkpoint, in another model that was trained before."""
+        found = {}
+        for name, spec in jobs.items():
+            adapter, rows = spec.get("adapter", ""), batches()
+            first, second = ready(spec), ready(spec)
+            train(first, adapter, rows[:4])
+            path = first.save(name, folder, adapter_name=adapter, save_optimizer=True)
+            unbroken = train(first, adapter, rows[4:7])
+            train(second, adapter, rows[7:9])
+            second.resume_from_checkpoint(path, adapter_name=adapter)
+            second.calculate_metric(adapter_name=adapter)
+            resumed = train(second, adapter, rows[4:7])
+            found[name] = {"unbroken": unbroken, "resumed": resumed, "path": path}
+            found[name] |= {"first": state(first, adapter), "second": state(second, adapter)}
+        return found
+
+    def resume(self, rank, world_size, paths, jobs, folder):
+        """Train on from checkpoints of other meshes, and save anew."""
+        found = {}
+        for name, spec in jobs.items():
+            adapter, built = spec.get("adapter", ""), ready(spec)
+            built.resume_from_checkpoint(paths[name], adapter_name=adapter)
+            saved = built.save(f"{name}-again", folder, adapter_name=adapter, save_optimizer=True)
+            seen = train(built, adapter, batches()[4:7])
+            found[name] = {"seen": seen, "weights": state(built, adapter), "path": saved}
+        return found
+
+    def faults(self, rank, world_size):
+        """Small questions of two data ranks."""
+        found = {}
+        built = model({"dp_size": world_size}, "llama")
+        built.set_optimizer("sgd", lr=0.1)
+        rows = random_rows([5, 3, 8, 2], vocabulary=250)
+        before = state(built)
+        if world_size > 1:
+            with torch.no_grad():
+                hook = built.module.lm_head.register_forward_hook(lambda m, a, y: y * float("nan") if rank == 1 else y)
+            try:
+                built.set_loss(lambda inputs, outputs: outputs.logits.float().sum() * 1e-3)
+                built.forward_backward(rows[rank : rank + 1])
+                built.clip_grad_and_step()
+                found["nonfinite"] = "none"
+            except NonFiniteGradients as error:
+                found["nonfinite"] = type(error).__name__
+            hook.remove()
+        found["kept"] = all(torch.equal(before[k], v) for k, v in state(built).items())
+        built.set_loss("cross_entropy")
+        few = [{**row, "labels": [-100] * len(row["labels"])} for row in rows[:2]] if rank == 0 else rows[2:]
+        built.forward_backward(few if world_size > 1 else rows[2:])
+        found["one rank without labels"] = built.clip_grad_and_step()
+        built.forward_backward([{**row, "labels": [-100] * len(row["labels"])} for row in rows])
+        found["no labels at all"] = built.clip_grad_and_step()
+        return found
+
+    def uneven_tokens(self, rank, world_size):
+        """Two classes, weights 0, one token of class 0 on rank 0 and three of class 1 on rank 1."""
+        built = model({"dp_size": world_size})
+        with torch.no_grad():
+            for p in built.module.parameters():
+                p.zero_()
+        bias = torch.nn.Parameter(torch.zeros(2))
+        built.module.lm_head = Bias(bias)
+        built.set_optimizer("sgd", lr=1.0, weight_decay=0.0)
+        rows = [{"input_ids": [1], "labels": [0]}, {"input_ids": [1, 1, 1], "labels": [1, 1, 1]}]
+        built.forward_backward(rows[rank : rank + 1] if world_size > 1 else rows)
+        built.clip_grad_and_step(float("inf"))
+        return bias.detach()
+
+    def embeddings(self, rank, world_size):
+        """Contrast over the rows of all ranks."""
+        built = model({"dp_size": world_size})
+        built.apply_patch("embedding", pooling="mean")
+        built.set_loss("infonce")
+        built.set_optimizer("sgd", lr=0.1)
+        groups = [contrast_rows([2, 2, 2, 2])[i : i + 2] for i in range(0, 8, 2)]
+        mine = groups[2 * rank : 2 * rank + 2] if world_size > 1 else groups
+        norms = []
+        for _ in range(3):
+            built.forward_backward([row for group in mine for row in group])
+            norms.append(built.clip_grad_and_step())
+        return {"norms": norms, "weights": state(built)}
+
+    def sharded(self, rank, world_size, folder):
+        """What only weights that lie apart could get wrong."""
+        found = {}
+        sizes = {"fsdp_size": world_size}
+        plain = TransformersModel(model_id=folder, mixed_precision="no", device_mesh=DeviceMesh.from_sizes(**sizes))
+        broadcast = TransformersModel(
+            model_id=folder, mixed_precision="no", device_mesh=DeviceMesh.from_sizes(**sizes), memory_efficient_init=True
+        )
+        a, b = state(plain), state(broadcast)
+        found["read by one"] = a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+        rows = random_rows([5, 3, 8, 2], vocabulary=250)[2 * rank : 2 * rank + 2] if world_size > 1 else []
+        logits = [m.forward_only(rows).logits for m in (plain, broadcast)]
+        found["same logits"] = torch.equal(*logits)
+        found["texts"] = plain.generate(rows[: 1 + rank], return_rows=True, max_new_tokens=3 + rank)[0]["input_ids"]
+        mixed = TransformersModel(model_id=folder, device_mesh=DeviceMesh.from_sizes(**sizes))
+        mixed.set_optimizer("adamw", lr=1e-3)
+        losses = []
+        for _ in range(4):
+            losses.append(float(mixed.forward_backward(rows)))
+            mixed.clip_grad_and_step()
+        found["bf16"] = losses
+        found["dtype"] = str(next(iter(mixed.module.parameters())).dtype)
+        found["tied"] = mixed.module.lm_head.weight is mixed.module.model.embed_tokens.weight
+        return found
+
+
+class Bias(torch.nn.Module):
+    """Logits that are a parameter and nothing else."""
+
+    def __init__(self, bias):
+        super().__init__()
+        self.bias = bias
+
+    def forward(self, hidden):
+        return self.bias.expand(*hidden.shape[:-1], 2)

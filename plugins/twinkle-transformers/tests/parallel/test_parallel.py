@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from twinkle_core.testing import ranks
+from twinkle_transformers.testing import write_tiny_llama
 
 sys.path.insert(0, str(Path(__file__).parent))
 from jobs import Jobs
@@ -56,3 +58,86 @@ def test_two_shards():
 def test_shards_on_two_times_two_ranks():
     sizes = {"dp_size": 2, "fsdp_size": 2}
     compare({f"{o}{a}": {"sizes": sizes, "optimizer": o, "adapter": a} for o in ("sgd", "adamw") for a in ("", "a")}, 4)
+
+
+def test_two_ranks_resume_bit_for_bit(tmp_path):
+    """With dropout, so that each rank's random state counts; optimizers of whole and of sharded weights."""
+    options = {"dropout": 0.2}
+    jobs = {
+        "dp": {"sizes": {"dp_size": 2}, "optimizer": "adamw", "adapter": "a", "options": options},
+        "fsdp": {"sizes": {"fsdp_size": 2}, "optimizer": "adamw"},
+        "fsdp_lora": {"sizes": {"fsdp_size": 2}, "optimizer": "adamw", "adapter": "a", "options": options},
+    }
+    parts = ranks.run(Jobs, "checkpoints", 2, {"folder": str(tmp_path), "jobs": jobs}, timeout=240)
+    for part in parts:
+        for name, found in part.items():
+            assert found["unbroken"] == found["resumed"], name
+            assert all(torch.equal(found["first"][k], found["second"][k]) for k in found["first"])
+    tensors = load_file(tmp_path / "fsdp" / "model.safetensors")
+    assert len([k for k in tensors if "embed_tokens" in k or "lm_head" in k]) == 1, "a tied weight is stored once"
+    # one process goes on from what two wrote
+    alone = Jobs().resume(
+        0,
+        1,
+        {name: parts[0][name]["path"] for name in ("fsdp", "fsdp_lora")},
+        {"fsdp": {"sizes": {}, "optimizer": "adamw"}, "fsdp_lora": {"sizes": {}, "optimizer": "adamw", "adapter": "a"}},
+        str(tmp_path),
+    )
+    expected, found = parts[0]["fsdp"], alone["fsdp"]
+    torch.testing.assert_close(torch.tensor(found["seen"]), torch.tensor(expected["unbroken"]), rtol=2e-5, atol=1e-7)
+    for key, value in expected["first"].items():
+        torch.testing.assert_close(found["weights"][key], value, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_resume_on_other_meshes(tmp_path):
+    """2 ranks, then 1, then 4."""
+    spec = {"optimizer": "adamw"}
+    two = ranks.run(
+        Jobs, "checkpoints", 2, {"folder": str(tmp_path), "jobs": {"m": {**spec, "sizes": {"fsdp_size": 2}}}}, timeout=240
+    )[0]["m"]
+    one = Jobs().resume(0, 1, {"m": two["path"]}, {"m": {**spec, "sizes": {}}}, str(tmp_path / "one"))["m"]
+    job = {"m": {**spec, "sizes": {"fsdp_size": 2, "dp_size": 2}}}
+    four = ranks.run(
+        Jobs, "resume", 4, {"paths": {"m": one["path"]}, "jobs": job, "folder": str(tmp_path / "four")}, timeout=240
+    )
+    for found in (one, *(part["m"] for part in four)):
+        torch.testing.assert_close(torch.tensor(found["seen"]), torch.tensor(two["unbroken"]), rtol=2e-5, atol=1e-7)
+        for key, value in two["first"].items():
+            torch.testing.assert_close(found["weights"][key], value, rtol=1e-4, atol=1e-5)
+
+
+def test_faults_of_data_ranks():
+    first, second = ranks.run(Jobs, "faults", 2, {}, timeout=240)
+    alone = Jobs().faults(0, 1)
+    for found in (first, second):
+        assert found["nonfinite"] == "NonFiniteGradients", "one rank's NaN is told on all"
+        assert found["kept"]
+        assert found["one rank without labels"] == pytest.approx(alone["one rank without labels"], rel=2e-5)
+        assert found["no labels at all"] is None
+    assert first["one rank without labels"] == second["one rank without labels"]
+
+
+@pytest.mark.slow
+def test_B04_ranks_with_few_tokens_count_by_their_tokens():
+    first, second = ranks.run(Jobs, "uneven_tokens", 2, {}, timeout=240)
+    assert torch.equal(first, second)
+    torch.testing.assert_close(first, torch.tensor([-0.25, 0.25]))
+    torch.testing.assert_close(Jobs().uneven_tokens(0, 1), first)
+
+
+@pytest.mark.slow
+def test_B34_embeddings_are_contrasted_over_all_ranks():
+    parts, alone = ranks.run(Jobs, "embeddings", 2, {}, timeout=240), Jobs().embeddings(0, 1)
+    for part in parts:
+        assert part["norms"] == pytest.approx(alone["norms"], rel=2e-5)
+        for key, value in alone["weights"].items():
+            torch.testing.assert_close(part["weights"][key], value, rtol=1e-4, atol=1e-5)
+
+
+def test_weights_that_lie_apart(tmp_path):
+    write_tiny_llama(tmp_path)
+    first, second = ranks.run(Jobs, "sharded", 2, {"folder": str(tmp_path)}, timeout=240)
+    for found in (first, second):
+        assert found["read by one"] and found["same logits"] and found["tied"]
+        assert found["bf16"][-1] < found["bf16"][0] and found["dtype"] == "torch.float32"
