@@ -136,8 +136,8 @@ class Parts:
 
 
 def gather(model: Sessions, session: Session, *, resumable: bool = True) -> Parts:
-    """The training state of a session (``resumable`` False: what is kept with weights alone). Changes nothing. All ranks call it
-    together: what lies apart is brought together, on the CPU.
+    """The training state of a session (``resumable`` False: what is kept with weights alone). Changes nothing. All ranks call
+    it together: what lies apart is brought together, on the CPU.
 
     Raises:
         WindowNotStepped: gradients have been normalised and not used. CheckpointUnfit: a state that is not plain data, or an

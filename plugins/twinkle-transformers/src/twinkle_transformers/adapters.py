@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,10 +20,11 @@ from twinkle_core.contracts.adapters import BASE, AdapterStore
 from twinkle_core.errors import BadAdapter, CheckpointDamaged, CheckpointMismatch, DuplicateAdapter, UnknownAdapter
 from twinkle_core.log import get_logger
 from twinkle_core.names import closest
+from twinkle_core.ops.sharded import is_sharded, like, set_to
 from twinkle_core.patches.heads import VALUE_HEAD
-from twinkle_core.ops.sharded import is_sharded, set_to
 from twinkle_core.train.folder import STATE_FILE
 from twinkle_transformers import checkpoint
+from twinkle_transformers.parallel import Layout
 from twinkle_transformers.precision import Precision, widen
 from twinkle_transformers.rules import check_config, check_name, tell_left_out
 from twinkle_transformers.tree import Reads, peft_layers, plain_parameters, plain_state, skeleton, stand_ins, unwrap
@@ -55,8 +56,7 @@ class PeftAdapters(AdapterStore):
         precision: which types weights have; default: leave them as they are.
         tokenizer: gives the tokenizer, or what else has a ``save_pretrained``, whose files belong beside a whole model's
             weights, or None.
-        agree: gives a new adapter's tensors the same values on all ranks.
-        rest: is called before the base model's tensors are looked at: a sharded model lets go of what it has gathered.
+        layout: how the model lies over several ranks; None: in one process.
     """
 
     def __init__(
@@ -64,11 +64,10 @@ class PeftAdapters(AdapterStore):
         module: torch.nn.Module,
         precision: Precision | None = None,
         tokenizer: Callable[[], Any] = lambda: None,
-        agree: Callable[[Iterable[torch.Tensor]], None] = lambda tensors: None,
-        rest: Callable[[], None] = lambda: None,
+        layout: Layout | None = None,
     ) -> None:
         self.module = module
-        self._tokenizer, self._agree, self._at_rest = tokenizer, agree, rest
+        self._tokenizer, self._layout = tokenizer, layout
         self._gathered: dict[str, torch.Tensor] | None = None  # what ``write`` writes, where it lay apart on ranks
         self.precision = precision or Precision("no")
         self._peft: Any = None  # while there are adapters
@@ -119,7 +118,6 @@ class PeftAdapters(AdapterStore):
                 self._inject(name, inner, config)
             if state is not None:
                 self.load_state_dict(name, state)
-            self._agree(self._flags[name])
         except BaseException:  # what no rehearsal shows, such as a device that is full
             self._withdraw(name, inner)
             raise
@@ -193,6 +191,8 @@ class PeftAdapters(AdapterStore):
         self._switch({layer: [inner] for layer in self._layers}, dict.fromkeys(self._layers, True))
         base = set(self._base_flags)
         others = {p for flags in self._flags.values() for p in flags}
+        if self._layout is not None:
+            self._layout.adapt(self.module, inner, [p for p in self._peft.parameters() if p not in base and p not in others])
         own = {p: p.requires_grad for p in self._peft.parameters() if p not in base and p not in others}
         self._flags[name] = {p: flag and not inference_mode for p, flag in own.items()}
         config.inference_mode = inference_mode
@@ -286,7 +286,7 @@ class PeftAdapters(AdapterStore):
     # ------------------------------------------------------------------------------------------------ tensors
 
     def parameters(self, name: str) -> dict[str, torch.nn.Parameter]:
-        self._at_rest()
+        self._rest_shards()
         if self._known(name) == BASE:
             flags = self._base_flags
             return {k: p for k, p in plain_parameters(self.module).items() if flags.get(p, p.requires_grad)}
@@ -298,8 +298,12 @@ class PeftAdapters(AdapterStore):
             if wanted.get(p, False)
         }
 
+    def _rest_shards(self) -> None:
+        if self._layout is not None:
+            self._layout.rest()
+
     def state_dict(self, name: str) -> dict[str, torch.Tensor]:
-        self._at_rest()
+        self._rest_shards()
         if self._known(name) == BASE:
             return plain_state(self.module)
         # without its embedding layers: asked to decide by itself, peft looks for the base model's config on the hub
@@ -313,7 +317,8 @@ class PeftAdapters(AdapterStore):
         if name == BASE:
             self._load_base(state)
             return
-        set_peft_model_state_dict(self._peft, dict(state), adapter_name=self._inner[name])
+        cut = {key: like(tensor, live[key]) for key, tensor in state.items()}
+        set_peft_model_state_dict(self._peft, cut, adapter_name=self._inner[name])
 
     def _load_base(self, state: Mapping[str, torch.Tensor]) -> None:
         """A weight that the file holds in a wider type takes that type, as a model loaded from the file would have it; but not

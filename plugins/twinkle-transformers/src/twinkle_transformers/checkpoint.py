@@ -65,8 +65,8 @@ def with_ties(live: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor
 
 
 def gather(state: Mapping[str, torch.Tensor], keep: bool) -> dict[str, torch.Tensor]:
-    """Tensors whole, on the CPU where they lie apart on ranks; ties stay ties. All ranks call it; those that do not ``keep`` get
-    nothing."""
+    """Tensors whole, on the CPU where they lie apart on ranks; ties stay ties. All ranks call it; those that do
+    not ``keep`` get nothing."""
     made: dict[tuple[Any, ...], torch.Tensor] = {}
     found: dict[str, torch.Tensor] = {}
     for key, tensor in state.items():

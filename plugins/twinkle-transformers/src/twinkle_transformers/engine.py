@@ -23,7 +23,7 @@ from twinkle_core.types import InputFeature, ModelOutput
 from twinkle_transformers.attention import by_row
 from twinkle_transformers.generate import check_options, complete
 from twinkle_transformers.inputs import Fitted, fit, packs
-from twinkle_transformers.parallel import Meeting, MeshEngine
+from twinkle_transformers.parallel import Layout, Meeting, MeshEngine
 from twinkle_transformers.precision import NARROW, Precision
 from twinkle_transformers.probes import body_of, caches, check_isolation, counts_from_zero, output_layer_of
 from twinkle_transformers.tree import text_config
@@ -90,7 +90,7 @@ class TransformersEngine(MeshEngine):
         module: the model.
         precision: its types, and the autocast of a forward.
         device, mesh, scaler, on_nonfinite: see LoopEngine.
-        meeting: of the mesh's ranks; default: a new one.
+        layout: how the model lies over the mesh's ranks; default: as it is on each.
         facts: for ``describe``.
     """
 
@@ -104,13 +104,13 @@ class TransformersEngine(MeshEngine):
         precision: Precision,
         device: torch.device,
         mesh: DeviceMesh | None = None,
-        meeting: Meeting | None = None,
+        layout: Layout | None = None,
         scaler: torch.amp.GradScaler | None = None,
         on_nonfinite: Literal["raise", "skip"] = "raise",
         facts: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(module, mesh=mesh, device=device, scaler=scaler, on_nonfinite=on_nonfinite)
-        self.meeting = meeting or Meeting(self.mesh, self.device)
+        self.layout = layout or Layout(type(module).__name__, Meeting(self.mesh, self.device))
         self.precision = precision
         self._facts = dict(facts or {})
         self._takes = frozenset(inspect.signature(module.forward).parameters) - {"labels", "use_cache"}

@@ -17,10 +17,10 @@ from twinkle_core.log import get_logger
 from twinkle_core.names import closest
 from twinkle_core.runtime.dispatch import remote_class
 from twinkle_core.train.verbs import SessionModel
-from twinkle_transformers import fsdp, load
+from twinkle_transformers import fsdp, load, tensor
 from twinkle_transformers.adapters import PeftAdapters
 from twinkle_transformers.engine import TransformersEngine
-from twinkle_transformers.parallel import Meeting, check_ddp_config, mesh_of
+from twinkle_transformers.parallel import Layout, Meeting, check_ddp_config, mesh_of
 from twinkle_transformers.precision import Mixed, Precision
 
 if TYPE_CHECKING:
@@ -119,18 +119,18 @@ class TransformersModel(SessionModel):
         load.set_checkpointing(module, gradient_checkpointing)
         module.train()  # at rest; only ``forward_only`` and ``generate`` leave it, and come back
         load.warn_slow_precision(precision, device)
+        tensor.check(owner, module.config, mesh)
         if not by_one:
             meeting.agree([*module.parameters(), *module.buffers()])
         source = fsdp.held(module) if by_one and mesh.rank == 0 else None
-        shards = fsdp.Shards(module, mesh, device, precision.compute, fsdp_config or {}) if sharded else None
+        layout = Layout(owner, meeting)
+        layout.lay(module, precision.compute, fsdp_config or {})
         if by_one:
             fsdp.fill(module, source, device)
         facts = {
             "model_id": str(model_id) if model_id is not None else "none (random weights)",
             "mixed_precision": mixed_precision,
-            "strategy": f"{strategy} (one process: not wrapped)"
-            if mesh.world_size == 1
-            else f"data parallel ({mesh.data_world_size} ranks)",
+            "strategy": f"{strategy} ({layout.describe()})",
             "gradient_checkpointing": bool(gradient_checkpointing),
         }
         engine = TransformersEngine(
@@ -138,14 +138,12 @@ class TransformersModel(SessionModel):
             precision=precision,
             device=device,
             mesh=mesh,
-            meeting=meeting,
+            layout=layout,
             scaler=scaler,
             on_nonfinite=on_nonfinite,
             facts=facts,
         )
-        engine.shards = shards
-        rest = (lambda: None) if shards is None else shards.rest
-        adapters = PeftAdapters(module, precision, lambda: _writer(self.sessions[BASE].template), meeting.agree, rest)
+        adapters = PeftAdapters(module, precision, lambda: _writer(self.sessions[BASE].template), layout)
         super().__init__(engine, adapters)
 
     @property

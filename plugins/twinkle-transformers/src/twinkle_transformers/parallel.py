@@ -9,12 +9,14 @@ sends no more bytes. What it gives up is sending while a backward still runs.
 from __future__ import annotations
 
 import atexit
+import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 
 from twinkle_core import arguments, settings
 from twinkle_core.errors import ManyProcesses
@@ -23,13 +25,16 @@ from twinkle_core.mesh import DeviceMesh
 from twinkle_core.ops.gather import Ranks
 from twinkle_core.ops.sharded import is_sharded, local
 from twinkle_core.train.loop_engine import LoopEngine, gradients
+from twinkle_transformers import fsdp
 from twinkle_transformers.fsdp import Shards
+from twinkle_transformers.tensor import Experts, Parts
 
 T = TypeVar("T")
 #: MB of gradients that travel in one message
 BUCKET_MB = 25.0
 #: who meets for what, by what of a rank's place must be equal
-WORLD, DATA, WEIGHTS, SEQUENCE, TENSOR = "world", "dp", "weights", "sequence", "tp"
+WORLD, DATA, WEIGHTS, SEQUENCE, TENSOR, EXPERTS = "world", "dp", "weights", "sequence", "tp", "experts"
+KINDS = (WORLD, DATA, WEIGHTS, SEQUENCE, TENSOR, EXPERTS)
 
 
 def mesh_of(owner: str, mesh: DeviceMesh | None) -> DeviceMesh:
@@ -46,8 +51,8 @@ def mesh_of(owner: str, mesh: DeviceMesh | None) -> DeviceMesh:
 
 
 def check_ddp_config(config: Mapping[str, Any]) -> float:
-    """How many MB of gradients travel in one message: ``bucket_cap_mb``. What else DistributedDataParallel takes is about how it
-    watches backwards, and is without effect.
+    """How many MB of gradients travel in one message: ``bucket_cap_mb``. What else DistributedDataParallel takes is about how
+    it watches backwards, and is without effect.
 
     Raises:
         WrongArgument: it doesn't know the option either.
@@ -74,6 +79,7 @@ def partition(mesh: DeviceMesh, kind: str) -> list[list[int]]:
         WEIGHTS: lambda data, part, tp: (tp,),
         SEQUENCE: lambda data, part, tp: (data, tp),
         TENSOR: lambda data, part, tp: (data, part),
+        EXPERTS: lambda data, part, tp: (data % mesh.ep_size,),
     }
     groups: dict[tuple[int, ...], list[int]] = {}
     for rank in range(mesh.world_size):
@@ -85,7 +91,8 @@ class Meeting:
     """The groups of a mesh in which this rank meets others.
 
     ``dp``: ranks with different rows. ``sequence``: with parts of the same rows. ``weights``: both together, between which
-    gradients are summed. ``tp``: with parts of the same weights. ``world``: all.
+    gradients are summed. ``tp``: with parts of the same weights. ``experts``: with the same experts.
+    ``world``: all.
 
     Args:
         mesh: of as many ranks as there are processes. The process group is opened if nobody has.
@@ -96,7 +103,7 @@ class Meeting:
     def __init__(self, mesh: DeviceMesh, device: torch.device, bucket_mb: float = BUCKET_MB) -> None:
         self.mesh, self.device, self._bucket = mesh, device, bucket_mb * 2**20
         self._groups: dict[str, Any] = {}
-        self._sizes = {kind: len(partition(mesh, kind)[0]) for kind in (WORLD, DATA, WEIGHTS, SEQUENCE, TENSOR)}
+        self._sizes = {kind: len(partition(mesh, kind)[0]) for kind in KINDS}
         if mesh.world_size == 1:
             return
         if not dist.is_initialized():
@@ -132,20 +139,16 @@ class Meeting:
         return Ranks(self.group(kind)) if self._sizes[kind] > 1 else None
 
     def agree(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Give plain tensors the values that the first of those ranks has which share weights."""
-        if self._sizes[WEIGHTS] == 1:
-            return
-        mine = next(g for g in partition(self.mesh, WEIGHTS) if self.mesh.rank in g)
-        for tensor in tensors:
-            if not is_sharded(tensor):
-                dist.broadcast(tensor.detach(), src=mine[0], group=self.group(WEIGHTS))
+        """Give tensors that lie apart nowhere the values that rank 0 has."""
+        for tensor in tensors if self.mesh.world_size > 1 else ():
+            dist.broadcast(tensor.detach(), src=0)
 
-    def sum_gradients(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Sum gradients over the ranks that share weights. A parameter that got none on some rank counts 0 there."""
-        if self._sizes[WEIGHTS] == 1 or not parameters:
+    def sum_gradients(self, parameters: Sequence[torch.nn.Parameter], kind: str) -> None:
+        """Sum gradients over the ranks that meet. A parameter that got none on some rank counts 0 there."""
+        if self._sizes[kind] == 1 or not parameters:
             return
         here = torch.tensor([float(p.grad is not None) for p in parameters], device=self.device)
-        anywhere = self.all_reduce(here, WEIGHTS).tolist()
+        anywhere = self.all_reduce(here, kind).tolist()
         bucket: list[torch.Tensor] = []
         for p, some in zip(parameters, anywhere, strict=True):
             if not some:
@@ -154,15 +157,15 @@ class Meeting:
                 p.grad = torch.zeros_like(p)
             grad = local(p.grad)
             if bucket and (grad.dtype != bucket[0].dtype or sum(g.nbytes for g in bucket) + grad.nbytes > self._bucket):
-                self._sum(bucket)
+                self._sum(bucket, kind)
                 bucket = []
             bucket.append(grad)
         if bucket:
-            self._sum(bucket)
+            self._sum(bucket, kind)
 
-    def _sum(self, bucket: list[torch.Tensor]) -> None:
+    def _sum(self, bucket: list[torch.Tensor], kind: str) -> None:
         flat = torch.cat([g.reshape(-1) for g in bucket])
-        dist.all_reduce(flat, group=self.group(WEIGHTS))
+        dist.all_reduce(flat, group=self.group(kind))
         for grad, part in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
             grad.copy_(part.view_as(grad))
 
@@ -173,20 +176,90 @@ def _leave() -> None:
         dist.destroy_process_group()
 
 
-class MeshEngine(LoopEngine):
-    """Core's loop on each rank; gradients, norms and counts are those of all ranks."""
+class Layout:
+    """How a model lies over the ranks of a mesh. In one process: as it is.
 
-    meeting: Meeting
-    shards: Shards | None = None
+    Args:
+        owner: who is constructed, for error texts.
+        meeting: of the mesh's ranks.
+    """
+
+    def __init__(self, owner: str, meeting: Meeting) -> None:
+        self.owner, self.meeting = owner, meeting
+        self.shards: Shards | None = None
+        self.parts: Parts | None = None
+        self.experts: Experts | None = None
+
+    def lay(self, module: Any, compute: torch.dtype | None, fsdp_config: Mapping[str, Any]) -> None:
+        """Cut a model that has the same weights on all ranks (or none yet), in place."""
+        mesh, device = self.meeting.mesh, self.meeting.device
+        if mesh.sizes["tp"] > 1:
+            self.parts = Parts(self.owner, module, fsdp.torch_mesh(mesh, device, "tp"))
+        if mesh.ep_size > 1:
+            few = torch.tensor(partition(mesh, EXPERTS), dtype=torch.int).T
+            ep = TorchMesh(device.type, few, mesh_dim_names=("rest", "ep"))["ep"]
+            everyone = torch.arange(mesh.world_size, dtype=torch.int).reshape(-1, 1)
+            alone = TorchMesh(device.type, everyone, mesh_dim_names=("rest", "tp"))["tp"]
+            self.experts = Experts(self.owner, module, ep, alone)
+        if mesh.sizes["fsdp"] > 1:
+            self.shards = Shards(module, mesh, device, compute, fsdp_config)
+
+    def adapt(self, module: torch.nn.Module, name: str, new: Iterable[torch.nn.Parameter]) -> None:
+        """A new adapter: the same on all ranks, and cut as the layers are that carry it."""
+        self.meeting.agree(new)
+        if self.parts is not None:
+            self.parts.adapt(module, name)
+
+    def rest(self) -> None:
+        """The model's tensors are to be looked at."""
+        if self.shards is not None:
+            self.shards.rest()
 
     @property
     def in_step(self) -> bool:
         """Whether ranks must run the model together, the same number of times."""
-        return self.shards is not None or self.meeting.size(TENSOR) > 1 or self.meeting.size(SEQUENCE) > 1
+        cut = (self.shards, self.parts, self.experts) != (None, None, None)
+        return cut or self.meeting.size(SEQUENCE) > 1
+
+    def summed_over(self, parameter: torch.nn.Parameter) -> list[str]:
+        """Between which ranks the window's gradients of a parameter are summed when it closes."""
+        if self.experts is not None and parameter in self.experts.own:
+            return [EXPERTS]
+        if self.shards is not None and is_sharded(parameter):
+            return []  # it was with each backward
+        return [WEIGHTS, TENSOR] if self.parts is not None and parameter in self.parts.partial else [WEIGHTS]
+
+    def describe(self) -> str:
+        """In words."""
+        mesh = self.meeting.mesh
+        if mesh.world_size == 1:
+            return "one process: not wrapped"
+        words = [f"dp {mesh.sizes['dp']}"] if mesh.sizes["dp"] > 1 else []
+        words += [f"fully_shard over {mesh.sizes['fsdp']}"] if self.shards else []
+        words += [f"tensor parallel over {mesh.sizes['tp']}"] if self.parts else []
+        words += [f"experts over {mesh.ep_size}"] if self.experts else []
+        words += [f"sequence over {mesh.ulysses_size}"] if mesh.ulysses_size > 1 else []
+        return ", ".join(words)
+
+
+class MeshEngine(LoopEngine):
+    """Core's loop on each rank; gradients, norms and counts are those of all ranks."""
+
+    layout: Layout
+
+    @property
+    def meeting(self) -> Meeting:
+        """Of the mesh's ranks."""
+        return self.layout.meeting
+
+    @property
+    def in_step(self) -> bool:
+        """Whether ranks must run the model together, the same number of times."""
+        return self.layout.in_step
 
     def around(self, call: Callable[[], T]) -> T:
         """What runs weights of the model runs inside."""
-        return call() if self.shards is None else self.shards.run(call)
+        return call() if self.layout.shards is None else self.layout.shards.run(call)
 
     def all_reduce(self, x: torch.Tensor, over: str = DATA) -> torch.Tensor:
         return self.meeting.all_reduce(x, over)
@@ -203,13 +276,21 @@ class MeshEngine(LoopEngine):
 
     def finish_grads(self, optimizer: torch.optim.Optimizer, scale: torch.Tensor | float) -> bool:
         """The window has closed: sum its gradients over ranks (each holds sums over its own tokens), then as ever."""
-        everyone = [p for group in optimizer.param_groups for p in group["params"]]
-        self.meeting.sum_gradients([p for p in everyone if not self.sums_itself(p)])
+        over: dict[str, list[torch.nn.Parameter]] = {}
+        for p in (p for group in optimizer.param_groups for p in group["params"]):
+            for kind in self.layout.summed_over(p):
+                over.setdefault(kind, []).append(p)
+        for kind in (k for k in KINDS if k in over):
+            self.meeting.sum_gradients(over[kind], kind)
         return super().finish_grads(optimizer, scale)
 
-    def sums_itself(self, parameter: torch.nn.Parameter) -> bool:
-        """Whether the gradient of a parameter has been summed over ranks with its backward."""
-        return is_sharded(parameter) and not set(_dims(parameter)).isdisjoint({"fsdp", "dp"})
+    def make_optimizer(
+        self, cls: Any, parameters: Mapping[str, torch.nn.Parameter], kwargs: Mapping[str, Any]
+    ) -> torch.optim.Optimizer:
+        kinds = {is_sharded(p) for p in parameters.values()}
+        if len(kinds) > 1 and "foreach" not in kwargs and "foreach" in inspect.signature(cls).parameters:
+            kwargs = {**kwargs, "foreach": False}  # torch's fast way takes no list of plain tensors and DTensors
+        return super().make_optimizer(cls, parameters, kwargs)
 
     def total_norm(self, optimizer: torch.optim.Optimizer, norm_type: float) -> torch.Tensor:
         """Parts of one gradient that lie on several ranks are added up over those; what all ranks hold counts once."""
@@ -228,10 +309,6 @@ class MeshEngine(LoopEngine):
                 dist.all_reduce(value, op=dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, group=group)
             total = torch.maximum(total, value) if infinite else total + value
         return total if infinite else total.pow(1.0 / norm_type)
-
-
-def _dims(tensor: Any) -> tuple[str, ...]:
-    return tuple(tensor.device_mesh.mesh_dim_names or ())
 
 
 def _apart(grad: Any) -> tuple[Any, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from peft import LoraConfig
-from transformers import LlamaConfig, Qwen3MoeConfig
+from transformers import Qwen3Config, Qwen3MoeConfig
 
 from twinkle_core.data.sampler import share
 from twinkle_core.errors import NonFiniteGradients
@@ -34,7 +34,27 @@ def moe_config():
     )
 
 
-CONFIGS = {"llama": tiny_config, "untied": lambda: tiny_config(tie_word_embeddings=False), "moe": moe_config}
+def normed_config():
+    """With norms over each head, whose weights all heads share."""
+    return Qwen3Config(
+        vocab_size=264,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        initializer_range=0.2,
+        max_position_embeddings=256,
+    )
+
+
+CONFIGS = {
+    "normed": normed_config,
+    "llama": tiny_config,
+    "untied": lambda: tiny_config(tie_word_embeddings=False),
+    "moe": moe_config,
+}
 
 
 def batches():

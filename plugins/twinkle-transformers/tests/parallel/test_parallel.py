@@ -141,3 +141,21 @@ def test_weights_that_lie_apart(tmp_path):
     for found in (first, second):
         assert found["read by one"] and found["same logits"] and found["tied"]
         assert found["bf16"][-1] < found["bf16"][0] and found["dtype"] == "torch.float32"
+
+
+def test_two_tensor_parts():
+    jobs = {f"{o}{a}": {"sizes": {"tp_size": 2}, "optimizer": o, "adapter": a} for o in ("sgd", "adamw") for a in ("", "a")}
+    jobs["window"] = {"sizes": {"tp_size": 2}, "optimizer": "adamw", "window": 5, "kind": "normed"}
+    compare(jobs, 2)
+
+
+@pytest.mark.slow
+def test_tensor_parts_on_two_times_two_ranks():
+    sizes = {"dp_size": 2, "tp_size": 2}
+    compare({f"{o}{a}": {"sizes": sizes, "optimizer": o, "adapter": a} for o in ("sgd", "adamw") for a in ("", "a")}, 4)
+
+
+def test_two_shares_of_experts():
+    jobs = {o: {"sizes": {"ep_size": 2}, "optimizer": o, "kind": "moe"} for o in ("sgd", "adamw")}
+    jobs["window"] = {"sizes": {"ep_size": 2}, "optimizer": "adamw", "kind": "moe", "window": 5}
+    compare(jobs, 2)
