@@ -26,8 +26,8 @@ _PARTIAL = "replicated_with_grad_allreduce"
 
 
 def _expanded(module: Any, plan: dict[str, str]) -> dict[str, str]:
-    """A plan by real names: ``layers.*`` as each layer."""
-    names = [*dict(module.named_modules()), *dict(module.named_parameters())]
+    """A plan by real names: ``layers.*`` as each layer. Parameters first: a list of experts counts its own when it is cut."""
+    names = [*dict(module.named_parameters()), *dict(module.named_modules())]
     return {name: plan[key] for name in names if (key := replace_layer_number_by_wildcard(name)) in plan}
 
 
@@ -96,7 +96,7 @@ class Parts:
         }
         if not plan:
             raise BadLayout(
-                owner, f"tp_size {mesh.size()}: transformers has no plan for {type(module).__name__}; take fsdp_size"
+                owner, f"tp_size {mesh.size()}: no plan for {type(module).__name__}; take fsdp_size"
             )
         strange = {k: v for k, v in plan.items() if v not in _LAYERS | {_PARTIAL}}
         if strange:
@@ -142,7 +142,7 @@ class Experts:
         plan = _expanded(module, dict(module.ep_plan or {}))
         if not plan:
             raise BadLayout(
-                owner, f"ep_size {mesh.size()}: transformers has no plan for {type(module).__name__}; take fsdp_size"
+                owner, f"ep_size {mesh.size()}: no plan for {type(module).__name__}; take fsdp_size"
             )
         apply_expert_parallelism(module, mesh, alone, plan, ep_implementation="all_to_all")
         parameters = dict(module.named_parameters())
