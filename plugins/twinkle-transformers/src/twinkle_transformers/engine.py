@@ -176,7 +176,20 @@ class TransformersEngine(MeshEngine):
         mode = training(self.module) if train else evaluating(self.module)
         rows = by_row(self.module, batch.inputs.get("seq_lens"))
         with mode, self.precision.autocast(self.device), rows:
-            return ModelOutput(self.around(lambda: dict(self._compute(batch.inputs, inputs, needs, temperature, task))))
+            return ModelOutput(self.around(lambda: dict(self._shared(batch.inputs, inputs, needs, temperature, task))))
+
+    def _shared(
+        self, batch: InputFeature, inputs: Mapping[str, Any], needs: frozenset[str], temperature: float, task: str
+    ) -> ModelOutput:
+        """Where ranks share the sequence: this rank's part of it, then the outputs of all parts."""
+        sequence = self.layout.sequence
+        if sequence is None:
+            return self._compute(batch, inputs, needs, temperature, task)
+        sequence.check(self._name(), needs)
+        self._output_layer(inputs)  # found out on whole rows
+        cut, own, whole, length = sequence.cut(self._name(), batch, inputs)
+        output = self._compute(cut, own, needs, temperature, task)  # type: ignore[arg-type]
+        return sequence.join(self._name(), output, whole, length)
 
     def _compute(
         self, batch: InputFeature, inputs: Mapping[str, Any], needs: frozenset[str], temperature: float, task: str

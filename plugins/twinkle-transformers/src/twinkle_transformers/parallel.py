@@ -11,7 +11,8 @@ from __future__ import annotations
 import atexit
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Sequence as Several
 from typing import Any, TypeVar
 
 import torch
@@ -27,6 +28,7 @@ from twinkle_core.ops.sharded import is_sharded, local
 from twinkle_core.train.loop_engine import LoopEngine, gradients
 from twinkle_transformers import fsdp
 from twinkle_transformers.fsdp import Shards
+from twinkle_transformers.sequence import Sequence
 from twinkle_transformers.tensor import Experts, Parts
 
 T = TypeVar("T")
@@ -143,7 +145,7 @@ class Meeting:
         for tensor in tensors if self.mesh.world_size > 1 else ():
             dist.broadcast(tensor.detach(), src=0)
 
-    def sum_gradients(self, parameters: Sequence[torch.nn.Parameter], kind: str) -> None:
+    def sum_gradients(self, parameters: Several[torch.nn.Parameter], kind: str) -> None:
         """Sum gradients over the ranks that meet. A parameter that got none on some rank counts 0 there."""
         if self._sizes[kind] == 1 or not parameters:
             return
@@ -189,6 +191,7 @@ class Layout:
         self.shards: Shards | None = None
         self.parts: Parts | None = None
         self.experts: Experts | None = None
+        self.sequence: Sequence | None = None
 
     def lay(self, module: Any, compute: torch.dtype | None, fsdp_config: Mapping[str, Any]) -> None:
         """Cut a model that has the same weights on all ranks (or none yet), in place."""
@@ -201,6 +204,8 @@ class Layout:
             everyone = torch.arange(mesh.world_size, dtype=torch.int).reshape(-1, 1)
             alone = TorchMesh(device.type, everyone, mesh_dim_names=("rest", "tp"))["tp"]
             self.experts = Experts(self.owner, module, ep, alone)
+        if mesh.ulysses_size > 1:
+            self.sequence = Sequence(self.owner, module, self.meeting.group(SEQUENCE), mesh.ulysses_size)
         if mesh.sizes["fsdp"] > 1:
             self.shards = Shards(module, mesh, device, compute, fsdp_config)
 
@@ -218,8 +223,7 @@ class Layout:
     @property
     def in_step(self) -> bool:
         """Whether ranks must run the model together, the same number of times."""
-        cut = (self.shards, self.parts, self.experts) != (None, None, None)
-        return cut or self.meeting.size(SEQUENCE) > 1
+        return any(x is not None for x in (self.shards, self.parts, self.experts, self.sequence))
 
     def summed_over(self, parameter: torch.nn.Parameter) -> list[str]:
         """Between which ranks the window's gradients of a parameter are summed when it closes."""
@@ -238,7 +242,7 @@ class Layout:
         words += [f"fully_shard over {mesh.sizes['fsdp']}"] if self.shards else []
         words += [f"tensor parallel over {mesh.sizes['tp']}"] if self.parts else []
         words += [f"experts over {mesh.ep_size}"] if self.experts else []
-        words += [f"sequence over {mesh.ulysses_size}"] if mesh.ulysses_size > 1 else []
+        words += [f"sequence over {mesh.ulysses_size}"] if self.sequence else []
         return ", ".join(words)
 
 

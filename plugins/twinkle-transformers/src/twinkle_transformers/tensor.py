@@ -63,6 +63,7 @@ def check(owner: str, config: Any, mesh: DeviceMesh) -> None:
     _divides(owner, "attention heads", heads, "tp_size", tp)
     _divides(owner, "key-value heads", kv, "tp_size", tp)
     _divides(owner, "attention heads", heads, "ulysses_size", ulysses)
+    _divides(owner, "key-value heads", kv, "ulysses_size", ulysses)
     experts = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None)
     if ep > 1 and experts is None:
         raise BadLayout(owner, f"ep_size {ep}: {type(config).__name__} has no experts")
@@ -95,9 +96,7 @@ class Parts:
             k: v for k, v in _expanded(module, dict(module.tp_plan or {})).items() if k.removesuffix(".weight") not in whole
         }
         if not plan:
-            raise BadLayout(
-                owner, f"tp_size {mesh.size()}: no plan for {type(module).__name__}; take fsdp_size"
-            )
+            raise BadLayout(owner, f"tp_size {mesh.size()}: no plan for {type(module).__name__}; take fsdp_size")
         strange = {k: v for k, v in plan.items() if v not in _LAYERS | {_PARTIAL}}
         if strange:
             name, style = next(iter(strange.items()))
@@ -141,9 +140,7 @@ class Experts:
     def __init__(self, owner: str, module: Any, mesh: Any, alone: Any) -> None:
         plan = _expanded(module, dict(module.ep_plan or {}))
         if not plan:
-            raise BadLayout(
-                owner, f"ep_size {mesh.size()}: no plan for {type(module).__name__}; take fsdp_size"
-            )
+            raise BadLayout(owner, f"ep_size {mesh.size()}: no plan for {type(module).__name__}; take fsdp_size")
         apply_expert_parallelism(module, mesh, alone, plan, ep_implementation="all_to_all")
         parameters = dict(module.named_parameters())
         #: parameters of which each rank has its own experts'

@@ -104,6 +104,8 @@ def ready(spec):
     lr = {"sgd": 0.1, "adamw": 1e-3}[spec["optimizer"]]
     built.set_optimizer(spec["optimizer"], lr=lr, adapter_name=adapter)
     built.add_metric("loss", is_training=True, adapter_name=adapter)
+    if spec.get("packed"):
+        built.set_processor("input", padding_free=True, adapter_name=adapter)
     return built
 
 

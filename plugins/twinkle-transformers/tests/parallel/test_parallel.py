@@ -159,3 +159,20 @@ def test_two_shares_of_experts():
     jobs = {o: {"sizes": {"ep_size": 2}, "optimizer": o, "kind": "moe"} for o in ("sgd", "adamw")}
     jobs["window"] = {"sizes": {"ep_size": 2}, "optimizer": "adamw", "kind": "moe", "window": 5}
     compare(jobs, 2)
+
+
+def test_two_parts_of_the_sequence():
+    sizes = {"dp_size": 2, "ulysses_size": 2}
+    jobs = {f"{o}{a}": {"sizes": sizes, "optimizer": o, "adapter": a} for o in ("sgd", "adamw") for a in ("", "a")}
+    jobs["window"] = {"sizes": sizes, "optimizer": "sgd", "window": 5, "kind": "normed"}
+    jobs["packed"] = {"sizes": sizes, "optimizer": "sgd", "packed": True}
+    jobs["checkpointed"] = {"sizes": sizes, "optimizer": "sgd", "options": {"gradient_checkpointing": True}}
+    compare(jobs, 2)
+
+
+@pytest.mark.slow
+def test_parts_of_the_sequence_on_two_times_two_ranks():
+    """Data ranks that each share their rows, and weights that lie apart besides."""
+    data, shards = {"dp_size": 4, "ulysses_size": 2}, {"fsdp_size": 4, "ulysses_size": 2}
+    jobs = {f"{o}{n}": {"sizes": s, "optimizer": o} for o in ("sgd", "adamw") for n, s in (("dp", data), ("fsdp", shards))}
+    compare(jobs, 4)
