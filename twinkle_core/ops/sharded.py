@@ -25,12 +25,12 @@ def is_sharded(x: Any) -> bool:
 
 def local(x: torch.Tensor) -> torch.Tensor:
     """This rank's part, sharing its memory; a plain tensor itself. Outside of any graph."""
-    return x._local_tensor if is_sharded(x) else x  # type: ignore[attr-defined,no-any-return]
+    return x._local_tensor if is_sharded(x) else x  # type: ignore[attr-defined]
 
 
 def whole(x: torch.Tensor) -> torch.Tensor:
     """The whole tensor on each rank; a plain tensor itself. All ranks that hold a part must call it together."""
-    return x.detach().full_tensor() if is_sharded(x) else x  # type: ignore[attr-defined,no-any-return]
+    return x.detach().full_tensor() if is_sharded(x) else x  # type: ignore[attr-defined]
 
 
 def like(x: torch.Tensor, live: torch.Tensor) -> torch.Tensor:

@@ -115,7 +115,8 @@ class Meeting:
             atexit.register(_leave)
         for kind, size in self._sizes.items():
             if 1 < size < mesh.world_size:  # all processes make all groups, in one order
-                self._groups[kind] = dist.new_subgroups_by_enumeration(partition(mesh, kind))[0]
+                mine, _ = dist.new_subgroups_by_enumeration(partition(mesh, kind))  # type: ignore[no-untyped-call]
+                self._groups[kind] = mine
 
     def size(self, kind: str) -> int:
         """How many meet."""
@@ -168,7 +169,7 @@ class Meeting:
     def _sum(self, bucket: list[torch.Tensor], kind: str) -> None:
         flat = torch.cat([g.reshape(-1) for g in bucket])
         dist.all_reduce(flat, group=self.group(kind))
-        for grad, part in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
+        for grad, part in zip(bucket, torch.split(flat, [g.numel() for g in bucket]), strict=True):
             grad.copy_(part.view_as(grad))
 
 

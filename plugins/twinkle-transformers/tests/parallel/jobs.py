@@ -151,6 +151,25 @@ class Jobs:
             found[name] = {"seen": seen, "weights": state(built, adapter), "path": saved}
         return found
 
+    def tenants(self, rank, world_size, meshes):
+        """Two adapters of one model, whose windows of different sizes interleave."""
+        found = {}
+        for name, sizes in meshes.items():
+            built = model(sizes, "llama", "a")
+            built.add_adapter_to_model("b", LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False))
+            for adapter in "ab":
+                built.set_optimizer("adamw", lr=1e-3, adapter_name=adapter)
+            start = {adapter: state(built, adapter) for adapter in "ab"}
+            mesh, norms = built.engine.mesh, []
+            for rows in batches()[:6]:
+                mine = list(share(rows, mesh.data_rank, mesh.data_world_size))
+                for adapter, window in (("a", 2), ("b", 3)):
+                    built.forward_backward(mine, adapter_name=adapter, gradient_accumulation_steps=window)
+                    norm = built.clip_grad_and_step(adapter_name=adapter)
+                    norms += [norm] if norm is not None else []
+            found[name] = {"start": start, "norms": norms, "weights": {adapter: state(built, adapter) for adapter in "ab"}}
+        return found
+
     def faults(self, rank, world_size):
         """Small questions of two data ranks."""
         found = {}

@@ -9,11 +9,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from twinkle_core.errors import BadLayout, WrongArgument
+from twinkle_core.mesh import DeviceMesh
 from twinkle_core.testing import ranks
-from twinkle_transformers.testing import write_tiny_llama
+from twinkle_transformers import fsdp, tensor
+from twinkle_transformers.parallel import KINDS, check_ddp_config, partition, place
+from twinkle_transformers.testing import tiny_config, write_tiny_llama
 
 sys.path.insert(0, str(Path(__file__).parent))
-from jobs import Jobs
+from jobs import Jobs, moe_config
 
 
 def assert_same_training(alone, parts):
@@ -158,6 +162,8 @@ def test_tensor_parts_on_two_times_two_ranks():
 def test_two_shares_of_experts():
     jobs = {o: {"sizes": {"ep_size": 2}, "optimizer": o, "kind": "moe"} for o in ("sgd", "adamw")}
     jobs["window"] = {"sizes": {"ep_size": 2}, "optimizer": "adamw", "kind": "moe", "window": 5}
+    jobs["data"] = {"sizes": {"dp_size": 2}, "optimizer": "adamw", "kind": "moe"}
+    jobs["shards"] = {"sizes": {"fsdp_size": 2}, "optimizer": "adamw", "kind": "moe", "adapter": "a"}
     compare(jobs, 2)
 
 
@@ -176,3 +182,63 @@ def test_parts_of_the_sequence_on_two_times_two_ranks():
     data, shards = {"dp_size": 4, "ulysses_size": 2}, {"fsdp_size": 4, "ulysses_size": 2}
     jobs = {f"{o}{n}": {"sizes": s, "optimizer": o} for o in ("sgd", "adamw") for n, s in (("dp", data), ("fsdp", shards))}
     compare(jobs, 4)
+
+
+def test_two_tenants_train_as_in_one_process():
+    meshes = {"dp": {"dp_size": 2}, "fsdp": {"fsdp_size": 2}, "tp": {"tp_size": 2}}
+    parts = ranks.run(Jobs, "tenants", 2, {"meshes": meshes}, timeout=240)
+    alone = Jobs().tenants(0, 1, {"one": {}})["one"]
+    for part in parts:
+        for name, found in part.items():
+            assert len(found["norms"]) == 5
+            assert found["norms"] == pytest.approx(alone["norms"], rel=2e-5), name
+            for adapter, weights in alone["weights"].items():
+                apart = torch.stack([(found["weights"][adapter][k] - w).norm() for k, w in weights.items()]).norm()
+                update = torch.stack([(alone["start"][adapter][k] - w).norm() for k, w in weights.items()]).norm()
+                assert apart / update < 1e-4, name
+
+
+@pytest.mark.parametrize(
+    ("sizes", "text"),
+    [
+        ({"pp_size": 2}, r"pp_size 2 is not for transformers models \(fsdp_size and tp_size share the weights\)"),
+        ({"cp_size": 2}, "ulysses_size shares long rows"),
+        ({"tp_size": 3}, r"4 attention heads can't be shared by tp_size 3 \(4 / 3 = 1.333\)"),
+        ({"tp_size": 4}, r"2 key-value heads can't be shared by tp_size 4 \(2 / 4 = 0.5\)"),
+        ({"dp_size": 4, "ulysses_size": 4}, r"2 key-value heads can't be shared by ulysses_size 4"),
+        ({"fsdp_size": 2, "tp_size": 2}, "fsdp_size 2 × tp_size 2: weights are cut once; take dp_size 2 × tp_size 2"),
+        ({"tp_size": 2, "dp_size": 2, "ulysses_size": 2}, "both share the attention heads"),
+        ({"dp_size": 2, "ep_size": 2}, "LlamaConfig has no experts"),
+        ({"fsdp_size": 2, "ep_size": 2}, "experts are shared by data ranks alone"),
+        ({"tp_size": 2, "sequence_parallel": True}, "sequence_parallel"),
+    ],
+)
+def test_meshes_that_make_no_sense_say_why(sizes, text):
+    with pytest.raises(BadLayout, match=text):
+        tensor.check("TransformersModel", tiny_config(), DeviceMesh.from_sizes(**sizes))
+
+
+def test_experts_are_shared_evenly():
+    with pytest.raises(BadLayout, match=r"4 experts can't be shared by ep_size 3"):
+        tensor.check("TransformersModel", moe_config(), DeviceMesh.from_sizes(dp_size=3, ep_size=3))
+
+
+def test_every_rank_is_in_one_group_of_each_kind():
+    mesh = DeviceMesh.from_sizes(dp_size=4, fsdp_size=2, tp_size=2, ulysses_size=2)
+    for kind in KINDS:
+        groups = partition(mesh, kind)
+        assert sorted(r for g in groups for r in g) == list(range(16)) and len({len(g) for g in groups}) == 1
+    for group in partition(mesh, "dp"):
+        assert sorted(place(mesh, r)[0] for r in group) == [0, 1, 2, 3]
+        assert sorted(mesh.at(r).data_rank for r in group) == [0, 1, 2, 3]
+    for group in partition(mesh, "sequence"):
+        assert len({mesh.at(r).data_rank for r in group}) == 1
+
+
+def test_options_of_wrappers_are_checked():
+    with pytest.raises(WrongArgument, match="bucket_cap_mb"):
+        check_ddp_config({"bucket_cap": 1})
+    with pytest.raises(WrongArgument, match="reshard_after_forward"):
+        fsdp.check_config({"reshard_after_foward": True})
+    assert check_ddp_config({"bucket_cap_mb": 4}) == 4.0
+    assert check_ddp_config({}) == 25.0
