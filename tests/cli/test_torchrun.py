@@ -132,3 +132,21 @@ def environment(process: int) -> dict[str, str]:
 def test_a_mesh_of_another_size_is_told_with_its_line(tmp_path, twinkle):
     status, text = twinkle("train", config(tmp_path, "out", mesh={"fsdp_size": 2}))
     assert status == 1 and "2 rank(s), and 1 process is running" in text and "torchrun --nproc-per-node 2" in text
+
+
+@pytest.mark.slow
+def test_the_cookbook_resumes_on_another_number_of_processes(tmp_path):
+    write_tiny_llama(tmp_path / "model")
+    script = str(Path(__file__).parents[2] / "cookbook/transformers/fsdp2.py")
+    words = ["--model", str(tmp_path / "model"), "--steps", "12", "--output"]
+    for processes, out, more in ((2, "two", []), (1, "one", ["--resume", str(tmp_path / "two/step-10")])):
+        command = [*LAUNCH, str(processes), script, *words, str(tmp_path / out), *more]
+        given = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=given, start_new_session=True
+        )
+        status, text = finish(process)
+        assert status == 0, text
+        assert text.count("step 12/12") == 1 and ("step 10/12" in text) == (processes == 2)
+    two, one, begin = (weights(tmp_path / n) for n in ("two/last-checkpoint", "one/last-checkpoint", "two/step-10"))
+    assert float((one - two).norm() / (two - begin).norm()) < 1e-2

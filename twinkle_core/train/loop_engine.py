@@ -140,7 +140,7 @@ class LoopEngine(Engine):
     def finish_grads(self, optimizer: torch.optim.Optimizer, scale: torch.Tensor | float) -> bool:
         grads = [local(g) for g in gradients(optimizer)]
         if self.scaler is not None and grads:
-            self.scaler.unscale_(optimizer)
+            self.unscale(optimizer)
         if grads:
             torch._foreach_mul_(grads, scale)
         norm = self.total_norm(optimizer, 2.0)
@@ -156,6 +156,11 @@ class LoopEngine(Engine):
             # as torch's clip_grads_with_norm_, on each rank's parts
             torch._foreach_mul_([local(g) for g in gradients(optimizer)], torch.clamp(max_norm / (norm + 1e-6), max=1.0))
         return norm
+
+    def unscale(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take the scaler's scale out of all gradients, and let it learn whether one overflowed."""
+        assert self.scaler is not None
+        self.scaler.unscale_(optimizer)
 
     def total_norm(self, optimizer: torch.optim.Optimizer, norm_type: float) -> torch.Tensor:
         """The norm of all gradients as one vector. A backend whose ranks hold parts of them adds these up."""

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.amp.grad_scaler import OptState
 from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 
 from twinkle_core import arguments, settings
@@ -288,6 +289,21 @@ class MeshEngine(LoopEngine):
         for kind in (k for k in KINDS if k in over):
             self.meeting.sum_gradients(over[kind], kind)
         return super().finish_grads(optimizer, scale)
+
+    def unscale(self, optimizer: torch.optim.Optimizer) -> None:
+        """Ranks look at their own parts, and must scale alike afterwards. (torch's own takes no list of plain tensors and
+        DTensors.)"""
+        grads = [local(g) for g in gradients(optimizer)]
+        assert self.scaler is not None
+        if not self.layout.in_step or self.scaler._scale is None:
+            super().unscale(optimizer)
+            return
+        overflow = torch.zeros(1, device=self.device)
+        inverse = self.scaler._scale.double().reciprocal().float()
+        torch._amp_foreach_non_finite_check_and_unscale_(grads, overflow, inverse)
+        state = self.scaler._per_optimizer_states[id(optimizer)]
+        state["stage"] = OptState.UNSCALED
+        state["found_inf_per_device"] = {self.device: self.meeting.all_reduce(overflow, WORLD, dist.ReduceOp.MAX)}
 
     def make_optimizer(
         self, cls: Any, parameters: Mapping[str, torch.nn.Parameter], kwargs: Mapping[str, Any]

@@ -11,6 +11,7 @@ from twinkle_core.errors import NonFiniteGradients
 from twinkle_core.mesh import DeviceMesh
 from twinkle_core.ops.sharded import whole
 from twinkle_core.testing.toys import contrast_rows, random_rows
+from twinkle_core.types import LossOutput
 from twinkle_transformers.model import TransformersModel
 from twinkle_transformers.testing import tiny_config
 
@@ -195,6 +196,55 @@ class Jobs:
         found["one rank without labels"] = built.clip_grad_and_step()
         built.forward_backward([{**row, "labels": [-100] * len(row["labels"])} for row in rows])
         found["no labels at all"] = built.clip_grad_and_step()
+        return found
+
+    def beside(self, rank, world_size, sizes):
+        """Half precision that overflows on one rank's parts; a loss that runs the output layer itself; a value head."""
+        found = {}
+        torch.manual_seed(5)
+        mesh = DeviceMesh.from_sizes(device_type="cpu", **sizes)
+        half = TransformersModel(config=tiny_config(), mixed_precision="fp16", device_mesh=mesh)
+        half.set_optimizer("sgd", lr=0.1)
+        rows = random_rows([5, 3, 8, 2], vocabulary=250)
+        mine = list(share(rows, mesh.data_rank, mesh.data_world_size))
+        found["fp16"] = []
+        for step in range(3):
+            if step:
+                half.engine.scaler._scale.fill_(2.0**40 if step == 1 else 2.0**6)
+            half.forward_backward(mine)
+            half.clip_grad_and_step()
+            found["fp16"].append([half.engine.loss_scale(), half.sessions[""].cur_step])
+        built = model(sizes)
+
+        def by_hand(inputs, outputs):
+            logps = outputs.output_layer(outputs.hidden).log_softmax(-1)
+            labels = inputs["labels"]
+            taken = logps.gather(-1, labels.clamp_min(0)[..., None])[..., 0] * (labels != -100)
+            return LossOutput(-taken.sum(), (labels != -100).sum())
+
+        by_hand.needs = {"hidden"}
+        built.set_loss(by_hand)
+        built.set_optimizer("sgd", lr=0.1)
+        norms = []
+        for _ in range(2):
+            built.forward_backward(mine)
+            norms.append(built.clip_grad_and_step())
+        found["hidden"] = norms
+        valued = model(sizes)
+        valued.apply_patch("value_head")
+
+        def distance(inputs, outputs):
+            labelled = inputs["labels"] != -100
+            return LossOutput((outputs["values"] - 0.5).square().masked_fill(~labelled, 0).sum(), labelled.sum())
+
+        distance.needs = {"values"}
+        valued.set_loss(distance)
+        valued.set_optimizer("sgd", lr=0.01)
+        norms = []
+        for _ in range(2):
+            valued.forward_backward(mine)
+            norms.append(valued.clip_grad_and_step())
+        found["values"] = norms
         return found
 
     def uneven_tokens(self, rank, world_size):

@@ -242,3 +242,13 @@ def test_options_of_wrappers_are_checked():
         fsdp.check_config({"reshard_after_foward": True})
     assert check_ddp_config({"bucket_cap_mb": 4}) == 4.0
     assert check_ddp_config({}) == 25.0
+
+
+@pytest.mark.parametrize("sizes", [{"fsdp_size": 2}, {"tp_size": 2}], ids=["fsdp", "tp"])
+def test_what_goes_beside_the_usual_step(sizes):
+    parts, alone = ranks.run(Jobs, "beside", 2, {"sizes": sizes}, timeout=240), Jobs().beside(0, 1, {})
+    for part in parts:
+        assert part["fp16"] == alone["fp16"]
+        assert part["hidden"] == pytest.approx(alone["hidden"], rel=2e-5)
+        assert part["values"] == pytest.approx(alone["values"], rel=2e-5)
+    assert [updates for _, updates in alone["fp16"]] == [1, 1, 2], "an overflow skips its update"
