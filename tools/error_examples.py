@@ -409,7 +409,8 @@ entry(
 )
 entry(e.HoldsAdapter("output/last", "hf://Qwen/Qwen3-4B"))
 entry(e.UnknownOption("mixed_precision", "bf61", "bf16", ["bf16", "fp16", "no", "fp8"]))
-entry(e.ManyProcesses("TransformersModel", 4, "its device mesh"))
+entry(e.ManyProcesses("TransformersModel", 4, 1))
+entry(e.BadLayout("TransformersModel", "4 attention heads can't be shared by tp_size 3 (4 / 3 = 1.333)"))
 entry(e.NoDevice("cuda"))
 entry(
     e.PackingLeaks(

@@ -19,6 +19,7 @@ from twinkle_core.config.schema import DatasetConfig, TrainConfig
 from twinkle_core.listeners import jsonl, progress
 
 if TYPE_CHECKING:
+    from twinkle_core.contracts.engine import Engine
     from twinkle_core.contracts.model import TwinkleModel
     from twinkle_core.contracts.template import Template
     from twinkle_core.data.dataloader import DataLoader
@@ -64,6 +65,7 @@ def run(plan: sft_plan.Plan, say: Callable[[str], None] = print, bar: bool = Tru
     Returns:
         The exit status: 0, or 130 and 143 after SIGINT and SIGTERM.
     """
+    say = say if plan.first else _silent
     start = resume.look(plan, plan.resume, say) if plan.resume is not None else None
     if start is not None and plan.config.training.max_steps is not None and start.step >= plan.config.training.max_steps:
         return _nothing_to_do(start, plan.config.training.max_steps, say)
@@ -71,17 +73,19 @@ def run(plan: sft_plan.Plan, say: Callable[[str], None] = print, bar: bool = Tru
     if start is not None and start.step >= data.total:
         return _nothing_to_do(start, data.total, say)
     current = build(plan, data, start, say)
-    checkpoints.sweep(plan.output_dir)
-    note(current, data, start.config if start is not None else plan.config)
+    if plan.first:
+        checkpoints.sweep(plan.output_dir)
+        note(current, data, start.config if start is not None else plan.config)
     save_steps, limit = plan.config.training.save_steps, plan.config.training.save_total_limit
     saved = current.step
 
     def keep() -> None:
         nonlocal saved
         path = save(current, checkpoints.name_of(current.step))
-        checkpoints.rotate(plan.output_dir, limit)
         saved = current.step
-        progress.note(f"saved {path}")
+        if plan.first:
+            checkpoints.rotate(plan.output_dir, limit)
+            progress.note(f"saved {path}")
 
     def each_step() -> None:
         if save_steps is not None and current.step % save_steps == 0:
@@ -94,9 +98,10 @@ def run(plan: sft_plan.Plan, say: Callable[[str], None] = print, bar: bool = Tru
         nonlocal missing
         if saved != current.step:
             keep()
-        missing = plot.draw(jsonl.read(plan.output_dir / METRICS), picture, title(plan.config), plan.task.unit)
+        if plan.first:
+            missing = plot.draw(jsonl.read(plan.output_dir / METRICS), picture, title(plan.config), plan.task.unit)
 
-    status = loop(current, each_step, close, bar=bar)
+    status = loop(current, each_step, close, bar=bar and plan.first)
     say(f"no loss plot: {missing}" if missing else f"loss plot: {picture}")
     if status:
         say(f"stopped after step {current.step} of {current.total}; go on with --resume")
@@ -144,7 +149,8 @@ def loop(
     with Interrupts() as interrupts, plugins.listening(*_listeners(current, bar)):
         for _ in _steps(current):
             current.step += 1
-            last = current.step == current.total or interrupts.received is not None
+            stopped = _stopped(current, interrupts)
+            last = current.step == current.total or stopped
             evaluates = current.eval_loader is not None and (
                 current.step == current.total or _each(training.eval_steps, current.step)
             )
@@ -153,16 +159,31 @@ def loop(
             if evaluates:
                 evaluate(current)
             each_step()
-            if last or interrupts.received is not None:
+            if last or _stopped(current, interrupts):
                 break
         at_end()
         return interrupts.exit_status if current.step < current.total else 0  # a signal at the very end stopped nothing
 
 
-def _listeners(current: Run, bar: bool) -> tuple[jsonl.JsonLinesWriter, progress.ProgressBar]:
+def _silent(text: str) -> None:
+    """What ranks beside the first say."""
+
+
+def _stopped(current: Run, interrupts: Interrupts) -> bool:
+    """Whether a signal came; of several processes, to any: all stop after the same step."""
+    received = interrupts.received is not None
+    if current.plan.mesh is None:
+        return received
+    engine: Engine = current.model.engine  # type: ignore[attr-defined]  # models of several processes have one
+    return any(engine.gather_objects(received, "world"))
+
+
+def _listeners(current: Run, bar: bool) -> tuple[Any, ...]:
     def epoch() -> dict[str, float]:
         return {"epoch": round(current.loader.get_state()["consumed_train_samples"] / len(current.loader.dataset), 4)}
 
+    if not current.plan.first:
+        return ()
     return (
         jsonl.JsonLinesWriter(current.plan.output_dir / METRICS, current.updates_before, more=epoch),
         progress.ProgressBar(current.total, current.step, shown=bar),
@@ -230,9 +251,9 @@ def load_data(plan: sft_plan.Plan, say: Callable[[str], None]) -> Data:
     template = _template(config, model_id)
     dataset = _rows(plan, config.dataset)
     content = run_files.fingerprint(dataset)
-    loader = _loader(config, dataset, template, training=True)
+    loader = _loader(plan, dataset, template, training=True)
     held_out = config.eval_dataset
-    eval_loader = _loader(config, _rows(plan, held_out), template, training=False) if held_out else None
+    eval_loader = _loader(plan, _rows(plan, held_out), template, training=False) if held_out else None
     per_epoch = math.ceil(len(loader) / config.training.gradient_accumulation_steps)
     total = config.training.max_steps or config.training.epochs * per_epoch
     sft_plan.check_scheduler(plan, total)
@@ -287,12 +308,12 @@ def _slice(given: int | list[int] | None) -> range | None:
     return None if given is None else range(given) if isinstance(given, int) else range(*given)
 
 
-def _loader(config: TrainConfig, dataset: Dataset, template: Template, training: bool) -> DataLoader:
+def _loader(plan: sft_plan.Plan, dataset: Dataset, template: Template, training: bool) -> DataLoader:
     from twinkle_core.data.dataloader import DataLoader
 
     dataset.set_template(template)
     dataset.encode()
-    section = config.dataloader
+    config, section = plan.config, plan.config.dataloader
     return DataLoader(
         dataset,
         batch_size=section.batch_size,
@@ -300,6 +321,7 @@ def _loader(config: TrainConfig, dataset: Dataset, template: Template, training:
         seed=config.training.seed,
         num_workers=section.num_workers,
         drop_last=section.drop_last and training,
+        device_mesh=plan.mesh,
     )
 
 
@@ -308,7 +330,8 @@ def _untrained(plan: sft_plan.Plan, model_id: str) -> TwinkleModel:
     from twinkle_core.contracts.model import TwinkleModel
 
     config, section = plan.config, plan.config.model
-    given = {"model_id": model_id, **sft_plan.own_arguments(section), **section.arguments}
+    mesh = {} if plan.mesh is None else {"device_mesh": plan.mesh}
+    given = {"model_id": model_id, **mesh, **sft_plan.own_arguments(section), **section.arguments}
     model: TwinkleModel = registry.build("model", section.cls, given, contract=TwinkleModel)
     for patch in config.patches:
         model.apply_patch(patch.cls, **patch.arguments)

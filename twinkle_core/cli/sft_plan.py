@@ -11,13 +11,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from twinkle_core import arguments, errors, hub, registry
+from twinkle_core import arguments, errors, hub, registry, settings
 from twinkle_core.cli import checkpoints, quickstart_model
 from twinkle_core.cli.plans import base as plans
 from twinkle_core.cli.plans import embedding
 from twinkle_core.config.schema import AdapterConfig, Component, DatasetConfig, ModelConfig, TemplateConfig, TrainConfig
 from twinkle_core.config.source import Place, Source
 from twinkle_core.isolation import Attempt, attempt
+from twinkle_core.mesh import DeviceMesh
 
 #: Data sets that come with twinkle.
 BUNDLED = {
@@ -37,6 +38,12 @@ class Plan:
     output_dir: Path
     resume: Path | None = None
     classes: Mapping[str, Any] = field(default_factory=dict)  # what the names of components resolved to, by kind
+    mesh: DeviceMesh | None = None  # of several processes
+
+    @property
+    def first(self) -> bool:
+        """Whether this process speaks and writes for all."""
+        return self.mesh is None or self.mesh.rank == 0
 
     @property
     def task(self) -> plans.Task:
@@ -66,13 +73,27 @@ def make(config: TrainConfig, source: Source | None = None, resume: str | None =
     if faults:
         raise errors.BadConfig(source.name, faults)
     output_dir = Path(config.output_dir).expanduser()
-    plan = Plan(config, source, output_dir, checkpoints.to_resume(resume, output_dir), classes)
+    plan = Plan(config, source, output_dir, checkpoints.to_resume(resume, output_dir), classes, _mesh(config, source))
     try:
         output_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         fault = f"output_dir: {output_dir} can't be made ({error.strerror or error})"
         raise errors.BadConfig(source.name, [(source.origin(("output_dir",)), fault)]) from None
     return plan
+
+
+def _mesh(config: TrainConfig, source: Source) -> DeviceMesh | None:
+    """How the processes share the work; None for a single one."""
+    if config.mesh is None and settings.world_size() == 1:
+        return None
+    try:
+        mesh = DeviceMesh.from_sizes(**(config.mesh.model_dump() if config.mesh is not None else {}))
+    except errors.BadMesh as error:
+        raise errors.BadConfig(source.name, [(source.origin(("mesh",)), f"mesh: {error}")]) from error
+    if mesh.world_size != settings.world_size():
+        wrong = errors.ManyProcesses("mesh", mesh.world_size, settings.world_size())
+        raise errors.BadConfig(source.name, [(source.origin(("mesh",)), str(wrong))])
+    return None if mesh.world_size == 1 else mesh
 
 
 def _components(config: TrainConfig, source: Source, classes: dict[str, Any]) -> Iterator[Fault]:

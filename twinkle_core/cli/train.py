@@ -27,6 +27,11 @@ Resume
   Rows, seed and shuffle must be those of the run. The checkpoint keeps its own optimizer and scheduler: where the
   configuration has other values, those that are not used are told. Weights are those of an unbroken run, bit for bit.
 
+Several processes
+  torchrun --nproc-per-node 2 -m twinkle train CONFIG.yaml
+  Each batch is shared by them; mesh: says how (mesh: {fsdp_size: 2} lays the weights apart; nothing: each has them all). The
+  first one writes and speaks for all. A checkpoint can be resumed by any number of processes.
+
 Written to output_dir
   checkpoint-N     weights and all that --resume needs: each training.save_steps, at the end, and where a signal stops it
   metrics.jsonl    a line each training.logging_steps, and one for each evaluation
@@ -85,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
 
     plan = sft_plan.make(config, source, resume)
     plugins.hooks().twinkle_configure(config=plan.config)
-    if resume is not None and plan.resume is None:
+    if resume is not None and plan.resume is None and plan.first:
         print(f"{plan.output_dir} holds no checkpoint: the run begins at step 0")
     with quiet():
         return sft.run(plan)

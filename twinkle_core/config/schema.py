@@ -141,6 +141,18 @@ def _default_metrics() -> list[Component]:
     return [Component(cls=name) for name in ("loss", "accuracy", "train")]
 
 
+class MeshConfig(_Strict):
+    """How the processes that torchrun starts share the work. Data parallelism takes those that are over."""
+
+    dp_size: PositiveInt = Field(1, description="ranks with different rows, each with all weights")
+    fsdp_size: PositiveInt | None = Field(None, description="ranks with different rows, among which the weights lie apart")
+    tp_size: PositiveInt | None = Field(None, description="ranks that compute each layer together")
+    pp_size: PositiveInt | None = Field(None, description="ranks that have some layers each")
+    cp_size: PositiveInt | None = Field(None, description="ranks that share long rows (context parallel)")
+    ulysses_size: PositiveInt | None = Field(None, description="ranks of dp and fsdp that share long rows")
+    ep_size: PositiveInt | None = Field(None, description="ranks that share the experts of a mixture")
+
+
 class TrainConfig(_Strict):
     """A run of ``twinkle train``."""
 
@@ -181,6 +193,7 @@ class TrainConfig(_Strict):
         "filled in where it has them; null: a constant lr",
     )
     metrics: list[Named] = Field(default_factory=_default_metrics, description="what is measured: names of kind 'metric'")
+    mesh: MeshConfig | None = Field(None, description="how several processes (torchrun) share the work; null: data parallel")
     training: TrainingConfig = Field(default_factory=TrainingConfig, description="how long, and what is written when")
     output_dir: str = Field(
         "output", min_length=1, description="folder of checkpoints, metrics.jsonl, loss.png, config.yaml and data_order.json"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -69,6 +69,11 @@ class AdapterStore(ABC):
         """The name of the live adapter that is also called so (by its slot's name, where a store has slots); ``name`` itself
         where there is no such adapter."""
         return name
+
+    def gathered(self, name: str) -> AbstractContextManager[None]:
+        """All ranks enter it before the first of them calls ``write``: a store whose tensors lie apart on ranks brings them
+        together. Default: they do not."""
+        return nullcontext()
 
     def check_compatible(self, name: str, folder: Path) -> None:  # noqa: B027  (optional)
         """Raise CheckpointMismatch if the weights in ``folder`` would compute something else in this adapter than in the one

@@ -51,7 +51,7 @@ class Engine(ABC):
     on_nonfinite: Literal["raise", "skip"] = "raise"
     #: over how many ranks the backend averages gradients, as DDP does over the data ranks; 1 where it sums them, or has one
     grad_divisor: int = 1
-    #: coefficient of a router's auxiliary loss, of which training adds coefficient x ``ModelOutput.aux_loss`` x weight of the loss
+    #: coefficient of a router's auxiliary loss; what is added is coefficient x ModelOutput.aux_loss x weight of the loss
     aux_loss_coef: float = 0.0
 
     @abstractmethod
@@ -133,11 +133,11 @@ class Engine(ABC):
         return 1.0
 
     def all_reduce(self, x: torch.Tensor, over: str = "dp") -> torch.Tensor:
-        """Sum over the ranks of a mesh dimension. Default: one rank."""
+        """Sum over ranks: ``dp``, those that have different rows, or ``world``, all of the mesh. Default: one rank."""
         return x
 
     def gather_objects(self, obj: Any, over: str = "dp") -> list[Any]:
-        """The objects of all ranks of a mesh dimension, in rank order. Default: one rank."""
+        """The objects of the ranks of ``dp`` or ``world``, in rank order. Default: one rank."""
         return [obj]
 
     def ranks(self, over: str = "dp") -> Any:

@@ -15,6 +15,7 @@ from twinkle_core.errors.adapters import UnknownAdapter as UnknownAdapter
 from twinkle_core.errors.adapters import WhichAdapter as WhichAdapter
 from twinkle_core.errors.backends import BadGeneration as BadGeneration
 from twinkle_core.errors.backends import BadLabels as BadLabels
+from twinkle_core.errors.backends import BadLayout as BadLayout
 from twinkle_core.errors.backends import Fp8Unavailable as Fp8Unavailable
 from twinkle_core.errors.backends import HoldsAdapter as HoldsAdapter
 from twinkle_core.errors.backends import ManyProcesses as ManyProcesses

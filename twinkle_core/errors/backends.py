@@ -88,12 +88,21 @@ class UnknownOption(TwinkleError, ValueError):
 
 
 class ManyProcesses(TwinkleError, RuntimeError):
-    """A mesh of several processes where only one is supported."""
+    """A mesh of another number of processes than there are."""
 
-    def __init__(self, owner: str, count: int, source: str) -> None:
+    def __init__(self, owner: str, wanted: int, running: int) -> None:
+        are = "1 process is" if running == 1 else f"{running} processes are"
         super().__init__(
-            f"{owner} trains in one process in this version; {source} has {count}. Leave the sizes at 1, or start one process"
+            f"{owner}: its device mesh has {wanted} rank(s), and {are} running.\n"
+            f"    Start {wanted}: torchrun --nproc-per-node {wanted} train.py; or give a mesh of {running}"
         )
+
+
+class BadLayout(TwinkleError, ValueError):
+    """A mesh that a backend can't lay a model over."""
+
+    def __init__(self, owner: str, why: str) -> None:
+        super().__init__(f"{owner} can't be laid over this device mesh: {why}")
 
 
 class NoDevice(TwinkleError, ValueError):

@@ -12,6 +12,7 @@ import torch
 from twinkle_core.contracts.adapters import BASE, AdapterStore
 from twinkle_core.errors import CheckpointMismatch
 from twinkle_core.log import get_logger
+from twinkle_core.ops.sharded import whole
 from twinkle_core.train.folder import STATE_FILE
 
 if TYPE_CHECKING:
@@ -26,13 +27,14 @@ SIZE = 4096
 def sample(adapters: AdapterStore) -> str:
     """Up to ``SIZE`` numbers of the base model, from all of its tensors alike, as text (fp32, base64).
 
-    Reads that many numbers, not the model; waits for the device once.
+    Reads that many numbers, not the model; waits for the device once. Of tensors that lie apart on ranks it reads the whole, so
+    all ranks call it together.
     """
     state = adapters.state_dict(BASE)
     tensors = [state[k].detach() for k in sorted(state) if state[k].is_floating_point() and state[k].numel()]
     tensors = tensors[:: max(1, -(-len(tensors) // SIZE))]
     each = max(1, min(16, SIZE // max(1, len(tensors))))
-    parts = [t.reshape(-1)[_places(i, t.numel(), each).to(t.device)].float() for i, t in enumerate(tensors)]
+    parts = [whole(t).reshape(-1)[_places(i, t.numel(), each).to(t.device)].float() for i, t in enumerate(tensors)]
     devices: dict[torch.device, list[torch.Tensor]] = {}
     for part in parts:
         devices.setdefault(part.device, []).append(part)

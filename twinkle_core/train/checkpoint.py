@@ -39,6 +39,7 @@ from twinkle_core.errors import (
     WindowNotStepped,
 )
 from twinkle_core.log import get_logger
+from twinkle_core.ops.sharded import whole
 from twinkle_core.train import base_values, differences, optim, rng
 from twinkle_core.train.folder import STATE_FILE, recover, sha256
 from twinkle_core.train.plain import from_plain, to_plain
@@ -131,16 +132,26 @@ class Parts:
 
     tensors: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
     data: dict[str, Any] = field(default_factory=dict)
+    resumable: bool = True
+    base_sample: str | None = None
 
 
-def gather(model: Sessions, session: Session) -> Parts:
-    """The training state of a session. Changes nothing.
+def gather(model: Sessions, session: Session, *, resumable: bool = True) -> Parts:
+    """The training state of a session (``resumable`` False: what is kept with weights alone). Changes nothing. All ranks call
+    it together: what lies apart is brought together, on the CPU.
 
     Raises:
         WindowNotStepped: gradients have been normalised and not used. CheckpointUnfit: a state that is not plain data, or an
         open window over several ranks.
     """
-    parts = Parts()
+    parts = Parts(resumable=resumable)
+    if resumable:
+        _gather_state(model, session, parts)
+    parts.base_sample = base_values.sample(model.adapters) if session.name != BASE else None
+    return parts
+
+
+def _gather_state(model: Sessions, session: Session, parts: Parts) -> None:
     window, optimizer = session.window, session.optimizer
     if window.normalised and not window.finished:
         raise WindowNotStepped(window.count)
@@ -149,7 +160,8 @@ def gather(model: Sessions, session: Session) -> Parts:
         raise CheckpointUnfit("an accumulation window that is open", why)
     if optimizer is not None:
         parameters = model._named(session)
-        parts.tensors["optimizer"], parts.data["optimizer"] = optim.state_by_name(optimizer, parameters)
+        tensors, parts.data["optimizer"] = optim.state_by_name(optimizer, parameters)
+        parts.tensors["optimizer"] = {k: whole(t).cpu() for k, t in tensors.items()}
         if session.scheduler is not None:
             name = type(session.scheduler).__name__
             state = to_plain(session.scheduler.state_dict(), f"the state of scheduler {name}")
@@ -162,24 +174,23 @@ def gather(model: Sessions, session: Session) -> Parts:
     tensors = {k: v for k, v in state.items() if isinstance(v, torch.Tensor)}
     plain = {k: v for k, v in state.items() if k not in tensors}
     parts.tensors["engine"], parts.data["engine"] = tensors, to_plain(plain, "the state of the engine")
-    parts.tensors["rng"], parts.data["rng"] = rng.capture()
-    return parts
+    captured = model.engine.gather_objects(rng.capture(), "world")
+    parts.tensors["rng"], parts.data["rng"] = rng.join(captured)
 
 
-def write(model: Sessions, session: Session, folder: Path, parts: Parts | None, consumed: int) -> None:
-    """Write a checkpoint's files into an empty folder. ``parts`` None: weights alone."""
+def write(model: Sessions, session: Session, folder: Path, parts: Parts, consumed: int) -> None:
+    """Write a checkpoint's files into an empty folder."""
     model.adapters.write(session.name, folder)
-    if parts is not None:
-        for stem, tensors in parts.tensors.items():
-            if tensors:
-                save_file(distinct({k: t.cpu() for k, t in tensors.items()}), folder / f"{stem}.safetensors")
-        for stem, data in parts.data.items():
-            (folder / f"{stem}.json").write_text(json.dumps(data))
+    for stem, tensors in parts.tensors.items():
+        if tensors:
+            save_file(distinct({k: t.cpu() for k, t in tensors.items()}), folder / f"{stem}.safetensors")
+    for stem, data in parts.data.items():
+        (folder / f"{stem}.json").write_text(json.dumps(data))
     files = {p.relative_to(folder).as_posix(): p for p in sorted(folder.rglob("*")) if p.is_file()}
     state = TrainerState(
         twinkle_version=__version__,
         adapter_name=session.name,
-        resumable=parts is not None,
+        resumable=parts.resumable,
         cur_step=session.cur_step,
         consumed_train_samples=consumed,
         gradient_accumulation_steps=session.window.size,
@@ -192,7 +203,7 @@ def write(model: Sessions, session: Session, folder: Path, parts: Parts | None, 
         engine=_described(model.engine.describe()),
         mesh=repr(model.engine.mesh),
         fingerprint=fingerprint(model.adapters, session.name),
-        base_sample=base_values.sample(model.adapters) if session.name != BASE else None,
+        base_sample=parts.base_sample,
         plugins=registry.snapshot(),
         files={name: FileEntry(size=p.stat().st_size, sha256=sha256(p)) for name, p in files.items()},
     )
@@ -352,7 +363,11 @@ def read(model: Sessions, session: Session, folder: Path, state: TrainerState) -
             source = str(folder / "gradients.safetensors")
             raise CheckpointMismatch(source, f"parameter {name} is not here, or of another shape")
     with _reading(folder, "rng.json"):
-        loaded.rng_tensors, loaded.rng = _tensors(folder, "rng"), _data(folder, "rng")
+        mine = rng.of_rank(_tensors(folder, "rng"), _data(folder, "rng"), model.engine.mesh.rank)
+        if mine is None:
+            loaded.notes.append(f"it holds no random state of rank {model.engine.mesh.rank}: this rank draws on from its own")
+            mine = rng.capture()
+        loaded.rng_tensors, loaded.rng = mine
         rng.check(loaded.rng_tensors, loaded.rng)
     is_open = state.window.count > 0 and not {"step", "zero_grad"} & set(state.window.acted)
     loaded.notes += differences.of_window(session.window.size, state.window.size, is_open)

@@ -9,10 +9,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import get_total_norm
 
 from twinkle_core.contracts.engine import SPLIT_STEP, Batch, Engine, LossFn
 from twinkle_core.mesh import DeviceMesh
+from twinkle_core.ops.sharded import local
 from twinkle_core.train import optim, prepare
 from twinkle_core.train.session import Session
 from twinkle_core.types import InputFeature
@@ -137,25 +138,37 @@ class LoopEngine(Engine):
         self._optimizers.add(optimizer)
 
     def finish_grads(self, optimizer: torch.optim.Optimizer, scale: torch.Tensor | float) -> bool:
-        grads = gradients(optimizer)
+        grads = [local(g) for g in gradients(optimizer)]
         if self.scaler is not None and grads:
-            self.scaler.unscale_(optimizer)
+            self.unscale(optimizer)
         if grads:
             torch._foreach_mul_(grads, scale)
-        norm = get_total_norm(grads, 2.0)
+        norm = self.total_norm(optimizer, 2.0)
         # The one synchronisation of a window besides its weight. A norm that overflowed is not yet a gradient that did.
-        finite = math.isfinite(norm.item()) or all(bool(torch.isfinite(g).all()) for g in grads)
+        finite = math.isfinite(norm.item()) or self.agree(all(bool(torch.isfinite(g).all()) for g in grads))
         self._windows[optimizer] = _Window(norm, finite)
         return finite
 
     def clip(self, optimizer: torch.optim.Optimizer, max_norm: float, norm_type: float) -> torch.Tensor:
-        grads = gradients(optimizer)
         window = self._windows.get(optimizer)
-        norm = window.norm if window is not None and norm_type == 2 else get_total_norm(grads, norm_type)
+        norm = window.norm if window is not None and norm_type == 2 else self.total_norm(optimizer, norm_type)
         if norm.item() > max_norm:  # known on the host already, so the usual step writes its gradients once, not twice
-            owners = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-            clip_grads_with_norm_(owners, max_norm, norm)
+            # as torch's clip_grads_with_norm_, on each rank's parts
+            torch._foreach_mul_([local(g) for g in gradients(optimizer)], torch.clamp(max_norm / (norm + 1e-6), max=1.0))
         return norm
+
+    def unscale(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take the scaler's scale out of all gradients, and let it learn whether one overflowed."""
+        assert self.scaler is not None
+        self.scaler.unscale_(optimizer)
+
+    def total_norm(self, optimizer: torch.optim.Optimizer, norm_type: float) -> torch.Tensor:
+        """The norm of all gradients as one vector. A backend whose ranks hold parts of them adds these up."""
+        return get_total_norm(gradients(optimizer), norm_type)
+
+    def agree(self, fine: bool) -> bool:
+        """Whether all is fine on every rank. Default: one rank."""
+        return fine
 
     def update(self, optimizer: torch.optim.Optimizer) -> bool:
         window = self._windows.get(optimizer)

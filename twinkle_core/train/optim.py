@@ -11,6 +11,7 @@ import torch
 
 from twinkle_core import arguments
 from twinkle_core.errors import BadArgument, BadOptimizer, CheckpointMismatch, NotInOptimizer, NoTrainableParameters
+from twinkle_core.ops.sharded import like
 from twinkle_core.train.limits import A_TEXT, is_number, number_texts
 from twinkle_core.train.plain import from_plain, to_plain
 
@@ -195,7 +196,8 @@ def prepare_state(
         part, _, name = key.partition("/")
         if name not in position:
             raise CheckpointMismatch(source, f"it holds state of the unknown parameter {name}")
-        state.setdefault(position[name], {})[part] = tensor
+        live = parameters[name]
+        state.setdefault(position[name], {})[part] = like(tensor, live) if tensor.shape == live.shape else tensor
     for name, values in data["values"].items():
         if name not in position:
             raise CheckpointMismatch(source, f"it holds state of the unknown parameter {name}")

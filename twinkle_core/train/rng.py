@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,29 @@ def capture() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         kind, keys, position, has_gauss, cached = numpy.random.get_state(legacy=True)
         data["numpy"] = [str(kind), [int(k) for k in keys], int(position), int(has_gauss), float(cached)]
     return tensors, data
+
+
+Captured = tuple[dict[str, torch.Tensor], dict[str, Any]]
+
+
+def join(ranks: Sequence[Captured]) -> Captured:
+    """What each rank captured as one: the first rank's as it is, the others' beside it. Ranks draw different numbers."""
+    (tensors, data), *others = ranks
+    joined = dict(tensors)
+    for rank, (theirs, _) in enumerate(others, 1):
+        joined |= {f"rank{rank}/{key}": tensor for key, tensor in theirs.items()}
+    return joined, {**data, "ranks": [theirs for _, theirs in others]} if others else data
+
+
+def of_rank(tensors: Mapping[str, torch.Tensor], data: Mapping[str, Any], rank: int) -> Captured | None:
+    """One rank's part of what ``join`` made; None where there were not so many."""
+    others = data.get("ranks", [])
+    if rank == 0:
+        return {k: t for k, t in tensors.items() if not k.startswith("rank")}, {k: v for k, v in data.items() if k != "ranks"}
+    if rank > len(others):
+        return None
+    prefix = f"rank{rank}/"
+    return {k.removeprefix(prefix): t for k, t in tensors.items() if k.startswith(prefix)}, others[rank - 1]
 
 
 def check(tensors: Mapping[str, torch.Tensor], data: Mapping[str, Any]) -> None:

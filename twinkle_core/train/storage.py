@@ -54,9 +54,9 @@ class StorageVerbs(Sessions):
             limits.check_count("consumed_train_samples", consumed_train_samples)
         session = self._session(adapter_name)
         path = folder.target(output_dir if output_dir is not None else OUTPUT_DIR, name)
-        parts = checkpoint.gather(self, session) if save_optimizer else None
+        parts = checkpoint.gather(self, session, resumable=save_optimizer)
         consumed = session.consumed_train_samples if consumed_train_samples is None else consumed_train_samples
-        with self._once(path) as mine:
+        with self.adapters.gathered(session.name), self._once(path) as mine:
             if mine:
                 with folder.replacing(path) as temporary:
                     checkpoint.write(self, session, temporary, parts, consumed)
@@ -141,14 +141,14 @@ class StorageVerbs(Sessions):
 
     @contextlib.contextmanager
     def _once(self, path: Path) -> Iterator[bool]:
-        """Data ranks hold the same, so the first of them writes (it is told so); on leaving, all know that it has, or fail."""
+        """The first rank writes for all (it is told so); on leaving, all know that it has, or fail."""
         mesh = self.engine.mesh
         try:
-            yield mesh.world_size == 1 or mesh.ranks("dp")[0] == mesh.rank
+            yield mesh.world_size == 1 or mesh.rank == 0
         except Exception as error:
-            self.engine.gather_objects(str(error))
+            self.engine.gather_objects(str(error), "world")
             raise
-        failed = [why for why in self.engine.gather_objects(None) if why is not None]
+        failed = [why for why in self.engine.gather_objects(None, "world") if why is not None]
         if failed:
             raise CheckpointNotWritten(str(path), f"another rank could not: {failed[0]}")
 

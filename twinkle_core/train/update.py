@@ -11,6 +11,7 @@ from twinkle_core.contracts.adapters import BASE
 from twinkle_core.contracts.metric import StepResult
 from twinkle_core.errors import BadLossWeight, NonFiniteGradients, NoOptimizer
 from twinkle_core.log import get_logger
+from twinkle_core.ops.sharded import whole
 from twinkle_core.train import limits, normalise
 from twinkle_core.train.forward import ForwardVerbs
 from twinkle_core.train.session import Session
@@ -248,9 +249,8 @@ class UpdateVerbs(ForwardVerbs):
         plugins.hooks().twinkle_after_step(session=session, result=result)
 
     def _nonfinite(self, session: Session) -> NonFiniteGradients:
-        bad = [
-            name for name, p in self._named(session).items() if p.grad is not None and not bool(torch.isfinite(p.grad).all())
-        ]
+        grads = {name: whole(p.grad) for name, p in self._named(session).items() if p.grad is not None}
+        bad = [name for name, grad in grads.items() if not bool(torch.isfinite(grad).all())]
         loss = None if session.last_loss is None else float(session.last_loss)
         return NonFiniteGradients(session.name, bad[:3], max(0, len(bad) - 3), loss)
 

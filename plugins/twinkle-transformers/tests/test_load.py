@@ -175,12 +175,12 @@ def test_folder_that_is_no_model(tmp_path):
         model(model_id=tmp_path)
 
 
-def test_several_processes_are_refused(tiny, monkeypatch):
-    with pytest.raises(ManyProcesses, match="4"):
+def test_a_mesh_of_another_number_of_processes_is_refused(tiny, monkeypatch):
+    with pytest.raises(ManyProcesses, match=r"has 4 rank\(s\), and 1 process is running(?s:.*)torchrun --nproc-per-node 4"):
         model(model_id=tiny, device_mesh=DeviceMesh.from_sizes(dp_size=2, fsdp_size=2))
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ManyProcesses, match="WORLD_SIZE"):
-        model(model_id=tiny)
+    with pytest.raises(ManyProcesses, match="2 processes are running"):
+        model(model_id=tiny, device_mesh=DeviceMesh.from_sizes(world_size=1))
 
 
 def test_accepted_without_effect_in_one_process(tiny):

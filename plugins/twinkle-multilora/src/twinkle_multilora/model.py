@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from twinkle_core.errors import BadLayout
 from twinkle_core.runtime.dispatch import remote_class
 from twinkle_multilora.adapters import SlotAdapters
 from twinkle_multilora.backend import needed
@@ -21,9 +22,11 @@ if TYPE_CHECKING:
 
     from twinkle_core.mesh import DeviceMesh
     from twinkle_transformers.model import TransformersModel
+    from twinkle_transformers.parallel import mesh_of
     from twinkle_transformers.precision import Mixed, Precision
 else:
     TransformersModel = needed("twinkle_transformers.model", "transformers", "MultiLoraTransformersModel").TransformersModel
+    mesh_of = needed("twinkle_transformers.parallel", "transformers", "MultiLoraTransformersModel").mesh_of
 
 
 @remote_class(execute="all")
@@ -47,7 +50,7 @@ class MultiLoraTransformersModel(Together, TransformersModel):
         kwargs: all others of TransformersModel.
 
     Raises:
-        BadArgument, BadAdapter: no slots can be made of these; and what TransformersModel raises.
+        BadLayout: a mesh of several ranks. BadArgument, BadAdapter: no slots can be made of these. What TransformersModel raises.
     """
 
     adapters: SlotAdapters
@@ -71,6 +74,10 @@ class MultiLoraTransformersModel(Together, TransformersModel):
     ) -> None:
         for name, value in (("max_loras", max_loras), ("max_r", max_r), ("max_length", max_length)):
             check_size(name, value)
+        ranks = mesh_of(type(self).__name__, device_mesh).world_size
+        if ranks > 1:  # which calls ride one pass is decided by when they come, on each rank by itself
+            why = f"tenants share passes in one process in this version, and it has {ranks} ranks"
+            raise BadLayout(type(self).__name__, why)
         self._slots = {"max_loras": max_loras, "max_r": max_r, "target_modules": target_modules}
         super().__init__(
             model_cls,

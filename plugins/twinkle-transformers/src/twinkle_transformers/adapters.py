@@ -17,12 +17,14 @@ from peft.utils.constants import INCLUDE_LINEAR_LAYERS_SHORTHAND
 from twinkle_core.contracts.adapters import BASE
 from twinkle_core.errors import DuplicateAdapter, UnknownAdapter
 from twinkle_core.names import closest
+from twinkle_core.ops.sharded import like
 from twinkle_transformers import checkpoint
+from twinkle_transformers.parallel import Layout
 from twinkle_transformers.precision import Precision
 from twinkle_transformers.rehearse import Tree, check_not_rounded, rehearse
 from twinkle_transformers.rules import check_config, check_name, tell_left_out
 from twinkle_transformers.store import ModelStore
-from twinkle_transformers.tree import peft_layers, plain_parameters, skeleton, unwrap
+from twinkle_transformers.tree import peft_layers, plain_parameters, skeleton, stand_ins, unwrap
 
 
 class PeftAdapters(ModelStore):
@@ -40,6 +42,7 @@ class PeftAdapters(ModelStore):
         precision: which types weights have; default: leave them as they are.
         tokenizer: gives the tokenizer, or what else has a ``save_pretrained``, whose files belong beside a whole model's
             weights, or None.
+        layout: how the model lies over several ranks; None: in one process.
     """
 
     def __init__(
@@ -47,8 +50,9 @@ class PeftAdapters(ModelStore):
         module: torch.nn.Module,
         precision: Precision | None = None,
         tokenizer: Callable[[], Any] = lambda: None,
+        layout: Layout | None = None,
     ) -> None:
-        super().__init__(module, precision, tokenizer)
+        super().__init__(module, precision, tokenizer, layout)
         self._peft: Any = None  # while there are adapters
         self._inner: dict[str, str] = {}
         self._count = 0
@@ -113,10 +117,11 @@ class PeftAdapters(ModelStore):
             for patterns in ("rank_pattern", "alpha_pattern"):
                 if not getattr(config, patterns, None):  # for fused experts peft adds some itself, and misses them itself
                     warnings.filterwarnings("ignore", f"The following {patterns} keys did not match", RuntimeWarning)
-            if self._peft is None:
-                self._peft = Tree(self.module, config, inner)
-            else:
-                self._peft.add_adapter(inner, config)
+            with stand_ins(self.module):
+                if self._peft is None:
+                    self._peft = Tree(self.module, config, inner)
+                else:
+                    self._peft.add_adapter(inner, config)
         self._inner[name] = inner
         self._look()
         for module in self.module.modules():  # peft's new modules start in training mode, wherever the model is
@@ -125,6 +130,8 @@ class PeftAdapters(ModelStore):
         self._switch({layer: [inner] for layer in self._layers}, dict.fromkeys(self._layers, True))
         base = set(self._base_flags)
         others = {p for flags in self._flags.values() for p in flags}
+        if self.layout is not None:
+            self.layout.adapt(self.module, inner, [p for p in self._peft.parameters() if p not in base and p not in others])
         own = {p: p.requires_grad for p in self._peft.parameters() if p not in base and p not in others}
         self._flags[name] = {p: flag and not inference_mode for p, flag in own.items()}
         config.inference_mode = inference_mode
@@ -219,6 +226,7 @@ class PeftAdapters(ModelStore):
     # ------------------------------------------------------------------------------------------------ tensors
 
     def parameters(self, name: str) -> dict[str, torch.nn.Parameter]:
+        self.rest_shards()
         if self.known(name) == BASE:
             flags = self._base_flags
             return {k: p for k, p in plain_parameters(self.module).items() if flags.get(p, p.requires_grad)}
@@ -235,7 +243,9 @@ class PeftAdapters(ModelStore):
         return get_peft_model_state_dict(self._peft, adapter_name=self._inner[name], save_embedding_layers=False)  # type: ignore[no-any-return]
 
     def load_adapter(self, name: str, state: Mapping[str, torch.Tensor]) -> None:
-        set_peft_model_state_dict(self._peft, dict(state), adapter_name=self._inner[name])
+        live = self.adapter_state(name)
+        cut = {key: like(tensor, live[key]) for key, tensor in state.items()}
+        set_peft_model_state_dict(self._peft, cut, adapter_name=self._inner[name])
 
     def targets(self, name: str) -> list[str]:
         inner = self._inner[name]

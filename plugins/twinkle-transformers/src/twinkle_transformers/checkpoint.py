@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from twinkle_core.errors import BadAdapter, CheckpointDamaged, CheckpointMismatch, CheckpointNotFound, WeightsMismatch
+from twinkle_core.ops.sharded import is_sharded, local, whole
 from twinkle_transformers.tree import plain_state, weight_of
 
 ADAPTER_FILE = "adapter_model.safetensors"
@@ -36,6 +37,7 @@ def check_keys(live: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tenso
 
 
 def _storage(tensor: torch.Tensor) -> tuple[Any, ...]:
+    tensor = local(tensor)
     return (tensor.device, tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
@@ -48,7 +50,7 @@ def with_ties(live: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor
     complete = dict(state)
     groups: dict[tuple[Any, ...], list[str]] = {}
     for key, tensor in live.items():
-        if tensor.numel():
+        if local(tensor).numel():
             groups.setdefault(_storage(tensor), []).append(key)
     for names in groups.values():
         stored = [n for n in names if n in state]
@@ -60,6 +62,21 @@ def with_ties(live: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor
             raise WeightsMismatch("the model", parted=[stored[0], *parted])
         complete.update(dict.fromkeys((n for n in names if n not in state), first))
     return complete
+
+
+def gather(state: Mapping[str, torch.Tensor], keep: bool) -> dict[str, torch.Tensor]:
+    """Tensors whole, on the CPU where they lie apart on ranks; ties stay ties. All ranks call it; those that do
+    not ``keep`` get nothing."""
+    made: dict[tuple[Any, ...], torch.Tensor] = {}
+    found: dict[str, torch.Tensor] = {}
+    for key, tensor in state.items():
+        if not is_sharded(tensor):
+            found[key] = tensor
+            continue
+        place = _storage(tensor)
+        value = made[place] if place in made and local(tensor).numel() else whole(tensor)
+        found[key] = made[place] = value.cpu() if keep else value[:0]
+    return found if keep else {}
 
 
 def _load(file: Path) -> dict[str, torch.Tensor]:

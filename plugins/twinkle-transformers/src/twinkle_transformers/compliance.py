@@ -22,7 +22,6 @@ class TransformersSuite(ModelSuite):
     component = TransformersModel
     vocabulary = 250
     generate_arguments = {"max_new_tokens": 3}
-    expected_failures = {"test_two_ranks_are_one": "it trains in one process in this version, and refuses a mesh of several"}
 
     def build(self, **options: Any) -> TransformersModel:
         return TransformersModel(

@@ -17,12 +17,13 @@ from twinkle_core.mesh import DeviceMesh
 from twinkle_core.names import closest
 from twinkle_core.ops.token_logps import Tempered, logps_from_logits, token_logps
 from twinkle_core.patches.heads import NO_POOLING, NO_VALUE_HEAD, VALUE_HEAD, pooling_of, values_of
-from twinkle_core.train.loop_engine import LoopEngine, evaluating
+from twinkle_core.train.loop_engine import evaluating
 from twinkle_core.train.session import Session
 from twinkle_core.types import InputFeature, ModelOutput
 from twinkle_transformers.attention import by_row
 from twinkle_transformers.generate import check_options, complete
 from twinkle_transformers.inputs import Fitted, check_length, fit, packs
+from twinkle_transformers.parallel import Layout, Meeting, MeshEngine
 from twinkle_transformers.precision import NARROW, Precision
 from twinkle_transformers.probes import body_of, caches, check_isolation, counts_from_zero, output_layer_of
 from twinkle_transformers.tree import text_config
@@ -78,7 +79,7 @@ def _named(needs: frozenset[str], values: tuple[Any, ...]) -> dict[str, torch.Te
     return {k: v for k, v in found.items() if k in needs and v is not None}
 
 
-class TransformersEngine(LoopEngine):
+class TransformersEngine(MeshEngine):
     """Core's loop over micro-batches, with a transformers model inside.
 
     Labels never reach the model: its own loss would shift and average them. Logps, predictions and entropies are taken from
@@ -89,6 +90,7 @@ class TransformersEngine(LoopEngine):
         module: the model.
         precision: its types, and the autocast of a forward.
         device, mesh, scaler, on_nonfinite: see LoopEngine.
+        layout: how the model lies over the mesh's ranks; default: as it is on each.
         facts: for ``describe``.
     """
 
@@ -104,11 +106,13 @@ class TransformersEngine(LoopEngine):
         precision: Precision,
         device: torch.device,
         mesh: DeviceMesh | None = None,
+        layout: Layout | None = None,
         scaler: torch.amp.GradScaler | None = None,
         on_nonfinite: Literal["raise", "skip"] = "raise",
         facts: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(module, mesh=mesh, device=device, scaler=scaler, on_nonfinite=on_nonfinite)
+        self.layout = layout or Layout(type(module).__name__, Meeting(self.mesh, self.device))
         self.precision = precision
         self._facts = dict(facts or {})
         self._takes = frozenset(inspect.signature(module.forward).parameters) - {"labels", "use_cache"}
@@ -165,6 +169,8 @@ class TransformersEngine(LoopEngine):
         """
         if task not in TASKS:
             raise UnknownOption("task", task, closest(str(task), TASKS), TASKS)
+        if self.in_step:
+            self._counts_from_zero()  # by all ranks at once, whether this one's rows need to know it or not
         inputs = self._inputs(batch.inputs)
         if train and self.precision.compute is not None:
             # what is trained is fp32 before its first gradient: in a narrow type gradients of a window would lose digits
@@ -172,13 +178,31 @@ class TransformersEngine(LoopEngine):
         mode = training(self.module) if train else evaluating(self.module)
         rows = by_row(self.module, batch.inputs.get("seq_lens"))
         with mode, self.precision.autocast(self.device), rows:
-            heads = self._heads(needs)
-            if heads and heads == needs:
-                return self._by_heads(self._states(body_of(self.module)(**inputs)), batch.inputs, heads)
-            layer = self._output_layer(inputs) if self._wants_hidden(needs - heads, task) else None
-            if layer is None:
-                return self._by_logits(batch.inputs, inputs, needs, temperature)
-            return self._by_hidden(batch.inputs, inputs, needs, temperature, layer)
+            return ModelOutput(self.around(lambda: dict(self._shared(batch.inputs, inputs, needs, temperature, task))))
+
+    def _shared(
+        self, batch: InputFeature, inputs: Mapping[str, Any], needs: frozenset[str], temperature: float, task: str
+    ) -> ModelOutput:
+        """Where ranks share the sequence: this rank's part of it, then the outputs of all parts."""
+        sequence = self.layout.sequence
+        if sequence is None:
+            return self._compute(batch, inputs, needs, temperature, task)
+        sequence.check(self._name(), needs)
+        self._output_layer(inputs)  # found out on whole rows
+        cut, own, whole, length = sequence.cut(self._name(), batch, inputs)
+        output = self._compute(cut, own, needs, temperature, task)  # type: ignore[arg-type]
+        return sequence.join(self._name(), output, whole, length)
+
+    def _compute(
+        self, batch: InputFeature, inputs: Mapping[str, Any], needs: frozenset[str], temperature: float, task: str
+    ) -> ModelOutput:
+        heads = self._heads(needs)
+        if heads and heads == needs:
+            return self._by_heads(self._states(body_of(self.module)(**inputs)), batch, heads)
+        layer = self._output_layer(inputs) if self._wants_hidden(needs - heads, task) else None
+        if layer is None:
+            return self._by_logits(batch, inputs, needs, temperature)
+        return self._by_hidden(batch, inputs, needs, temperature, layer)
 
     def backward(self, loss_sum: torch.Tensor, *, sync: bool = True) -> None:
         # gradient checkpointing runs parts of the forward again, with their dropout and their attention
@@ -311,7 +335,8 @@ class TransformersEngine(LoopEngine):
         """The output layer if the logits are its output alone, else None. Asked once for each pair of layers and forward."""
         layer = self.module.get_output_embeddings()
         forward = getattr(self.module.forward, "__func__", self.module.forward)  # a patch may have put another in its place
-        key = (id(layer), id(getattr(self.module, "base_model", None)), forward, frozenset(inputs))
+        given = frozenset() if self.in_step else frozenset(inputs)  # ranks may be given more or less, and ask together
+        key = (id(layer), id(getattr(self.module, "base_model", None)), forward, given)
         if key not in self._roads:
             self._roads[key] = output_layer_of(self.module, inputs)
         return layer if self._roads[key] else None
@@ -319,13 +344,15 @@ class TransformersEngine(LoopEngine):
     def _counts_from_zero(self) -> bool:
         key = ("counts from zero",)
         if key not in self._roads:
-            self._roads[key] = counts_from_zero(self.module, self.precision, self.device)
+            with torch.no_grad():
+                self._roads[key] = self.around(lambda: counts_from_zero(self.module, self.precision, self.device))
         return bool(self._roads[key])
 
     def _check_isolation(self) -> None:
         key = getattr(getattr(self.module, "config", None), "_attn_implementation", None)
         if key not in self._isolated:
-            check_isolation(self.module, self._takes, self.precision, self.device)
+            with torch.no_grad():
+                self.around(lambda: check_isolation(self.module, self._takes, self.precision, self.device))
             self._isolated.add(key)
 
     # ------------------------------------------------------------------------------------------------ the rest
@@ -363,8 +390,10 @@ class TransformersEngine(LoopEngine):
         if not self.module.can_generate():
             raise NotComputed(self._name(), "text", "transformers can't generate with this class; load one ...ForCausalLM")
         check_options("TransformersModel.generate", self.module, kwargs)
+        if self.in_step:
+            kwargs = {**kwargs, "synced_gpus": True}  # a rank that is done goes on until all are
         with evaluating(self.module), self.precision.autocast(self.device):
-            return complete(self.module, rows, self.device, kwargs, generator=generator, keep_end=keep_end)
+            return self.around(lambda: complete(self.module, rows, self.device, kwargs, generator=generator, keep_end=keep_end))
 
     def describe(self) -> dict[str, Any]:
         return {**super().describe(), **self._facts}

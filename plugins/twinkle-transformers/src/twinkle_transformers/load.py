@@ -14,7 +14,6 @@ from safetensors import SafetensorError
 from twinkle_core import hardware, hub, settings
 from twinkle_core.errors import (
     HoldsAdapter,
-    ManyProcesses,
     ModelNotLoaded,
     NoDevice,
     NoModel,
@@ -84,14 +83,6 @@ def check_types(owner: str, given: Mapping[str, tuple[Any, type | tuple[type, ..
             raise WrongType(owner, parameter, value, wanted)
 
 
-def check_single_process(owner: str, mesh: DeviceMesh | None) -> None:
-    """Refuse what would need more than this process, instead of training copies that know nothing of each other."""
-    if mesh is not None and mesh.world_size > 1:
-        raise ManyProcesses(owner, mesh.world_size, "its device mesh")
-    if settings.world_size() > 1:
-        raise ManyProcesses(owner, settings.world_size(), "torchrun's WORLD_SIZE")
-
-
 def warn_slow_precision(precision: Precision, device: torch.device) -> None:
     """One line where bf16 would be emulated."""
     if device.type == "cpu" and precision.mixed == "bf16" and not hardware.cpu_has_bf16():
@@ -145,6 +136,16 @@ def load_model(
     if "device_map" not in options:
         model = model.to(device)
     return model.eval()
+
+
+def from_config(model_cls: Any, config: Any, options: Mapping[str, Any]) -> Any:
+    """A model that a config describes, as ``load_model`` would build it."""
+    cls = model_class(model_cls)
+    loader = {k: v for k, v in options.items() if k in _FROM_CONFIG and k not in ("dtype", "torch_dtype")}
+    if hasattr(cls, "from_config"):
+        return cls.from_config(config, **loader)
+    loader.pop("trust_remote_code", None)
+    return cls._from_config(config, **loader)
 
 
 def _no_model(owner: str, own: frozenset[str], options: Mapping[str, Any]) -> NoReturn:

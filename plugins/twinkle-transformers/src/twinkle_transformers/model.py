@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -16,9 +17,10 @@ from twinkle_core.log import get_logger
 from twinkle_core.names import closest
 from twinkle_core.runtime.dispatch import remote_class
 from twinkle_core.train.verbs import SessionModel
-from twinkle_transformers import load
+from twinkle_transformers import fsdp, load, tensor
 from twinkle_transformers.adapters import PeftAdapters
 from twinkle_transformers.engine import TransformersEngine
+from twinkle_transformers.parallel import Layout, Meeting, check_ddp_config, mesh_of
 from twinkle_transformers.patches.fast_lora import FastLora
 from twinkle_transformers.precision import Mixed, Precision
 from twinkle_transformers.store import ModelStore
@@ -93,33 +95,64 @@ class TransformersModel(SessionModel):
             if value not in known:
                 raise UnknownOption(parameter, value, closest(str(value), known), known)
         load.check_types(owner, _types(locals()))
-        load.check_single_process(owner, device_mesh)
+        mesh = mesh_of(owner, device_mesh)
         precision = Precision(mixed_precision)
-        device = load.pick_device(device_mesh)
+        device = load.pick_device(mesh)
+        sharded = mesh.sizes["fsdp"] > 1
+        fsdp.check_config(fsdp_config or {})
+        precision.narrows = not sharded
+        bucket = check_ddp_config(ddp_config or {})
         scaler = _scaler(precision, device, grad_scaler_config)
-        module = load.load_model(
-            owner,
-            frozenset(p for cls in (TransformersModel, type(self)) for p in inspect.signature(cls).parameters) - {"kwargs"},
-            model_cls=model_cls,
-            model_id=model_id,
-            config=config,
-            precision=precision,
-            device=device,
-            options=kwargs,
-        )
+        meeting = Meeting(mesh, device, bucket)
+        own = frozenset(p for cls in (TransformersModel, type(self)) for p in inspect.signature(cls).parameters) - {"kwargs"}
+
+        def read(device: torch.device = device) -> Any:
+            return load.load_model(
+                owner,
+                own,
+                model_cls=model_cls,
+                model_id=model_id,
+                config=config,
+                precision=precision,
+                device=device,
+                options=kwargs,
+            )
+
+        by_one = memory_efficient_init and sharded
+        if by_one:
+            build = functools.partial(load.from_config, model_cls, options=kwargs)
+            module = fsdp.load_on_first(mesh, lambda: read(torch.device("cpu")), build)
+        else:
+            module = read()
         load.set_checkpointing(module, gradient_checkpointing)
         module.train()  # at rest; only ``forward_only`` and ``generate`` leave it, and come back
         load.warn_slow_precision(precision, device)
+        tensor.check(owner, module.config, mesh)
+        if not by_one:
+            meeting.agree([*module.parameters(), *module.buffers()])
+        source = fsdp.held(module) if by_one and mesh.rank == 0 else None
+        layout = Layout(owner, meeting)
+        layout.lay(module, precision.compute, fsdp_config or {})
+        if by_one:
+            fsdp.fill(module, source, device)
         facts = {
             "model_id": str(model_id) if model_id is not None else "none (random weights)",
             "mixed_precision": mixed_precision,
-            "strategy": f"{strategy} (one process: not wrapped)",
+            "strategy": f"{strategy} ({layout.describe()})",
             "gradient_checkpointing": bool(gradient_checkpointing),
         }
         engine = self.engine_cls(
-            module, precision=precision, device=device, mesh=device_mesh, scaler=scaler, on_nonfinite=on_nonfinite, facts=facts
+            module,
+            precision=precision,
+            device=device,
+            mesh=mesh,
+            layout=layout,
+            scaler=scaler,
+            on_nonfinite=on_nonfinite,
+            facts=facts,
         )
         adapters = self.make_adapters(module, precision, lambda: _writer(self.sessions[BASE].template))
+        adapters.layout = layout
         super().__init__(engine, adapters)
         if fast:
             self.apply_patch(FastLora)

@@ -58,6 +58,8 @@ class Precision:
             raise Fp8Unavailable()
         self.mixed = mixed
         self.compute: torch.dtype | None = _COMPUTE[mixed]
+        #: whether frozen weights are held in the compute type; sharded ones are fp32, and travel in the compute type
+        self.narrows = True
         self._masters = WeakIdKeyDictionary()
         self._waiting = WeakIdKeyDictionary()
         #: parameter -> Stored, of those that are held in a narrower type than they were stored in
@@ -66,7 +68,7 @@ class Precision:
     @property
     def load_dtype(self) -> Any:
         """``dtype=`` for ``from_pretrained``: as stored, or fp32 where there is no mixed precision."""
-        return "auto" if self.compute else torch.float32
+        return "auto" if self.compute and self.narrows else torch.float32
 
     def master(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """These are trained: fp32, and never frozen into another type. Parameters keep their identity."""
@@ -88,7 +90,7 @@ class Precision:
     def freeze(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """These are frozen: the compute type from the next forward on, unless something trains them. Buffers (rotary tables)
         are not touched."""
-        if self.compute is None:
+        if self.compute is None or not self.narrows:
             return
         for parameter in parameters:
             if parameter.is_floating_point() and parameter.element_size() in (2, 4) and parameter.dtype != self.compute:

@@ -14,6 +14,7 @@ from peft import PeftConfig, PeftModel
 from peft.utils import get_peft_model_state_dict
 
 from twinkle_core.errors import BadAdapter
+from twinkle_core.ops.sharded import is_sharded
 from twinkle_transformers.precision import Precision
 from twinkle_transformers.tree import Reads, plain_parameters
 
@@ -93,6 +94,10 @@ def rehearse(name: str, copied: Callable[[bool], Any], inner: str, config: PeftC
 
 def check_not_rounded(name: str, reads: Mapping[str, torch.nn.Parameter], precision: Precision) -> None:
     """Raise BadAdapter if the adapter would begin from values that are not those of the checkpoint any more."""
+    if apart := [key for key, p in reads.items() if is_sharded(p)]:
+        raise BadAdapter(
+            name, f"it begins from values of {apart[0]}, which lie apart on several ranks; take an adapter that does not"
+        )
     narrowed = precision.narrowed
     lost = [key for key, p in reads.items() if p in narrowed and narrowed[p].rounded]
     if lost:

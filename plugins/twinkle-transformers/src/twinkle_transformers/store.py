@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import copy
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from peft import PeftConfig
 
-from twinkle_core import hub
+from twinkle_core import hub, settings
 from twinkle_core.contracts.adapters import BASE, AdapterStore
 from twinkle_core.errors import BadAdapter, CheckpointDamaged, CheckpointMismatch, UnknownAdapter
 from twinkle_core.log import get_logger
 from twinkle_core.names import closest
+from twinkle_core.ops.sharded import is_sharded, set_to
 from twinkle_core.patches.heads import VALUE_HEAD
 from twinkle_core.train.folder import STATE_FILE
 from twinkle_transformers import checkpoint
+from twinkle_transformers.parallel import Layout
 from twinkle_transformers.precision import Precision, widen
 from twinkle_transformers.tree import plain_parameters, plain_state
 
@@ -31,6 +34,7 @@ class ModelStore(AdapterStore):
         precision: which types weights have; default: leave them as they are.
         tokenizer: gives the tokenizer, or what else has a ``save_pretrained``, whose files belong beside a whole model's
             weights, or None.
+        layout: how the model lies over several ranks; None: in one process.
     """
 
     def __init__(
@@ -38,10 +42,13 @@ class ModelStore(AdapterStore):
         module: torch.nn.Module,
         precision: Precision | None = None,
         tokenizer: Callable[[], Any] = lambda: None,
+        layout: Layout | None = None,
     ) -> None:
         self.module = module
         self.precision = precision or Precision("no")
+        self.layout = layout
         self._tokenizer = tokenizer
+        self._gathered: dict[str, torch.Tensor] | None = None  # what ``write`` writes, where it lay apart on ranks
 
     # ------------------------------------------------------------------------------------------------ of the subclass
 
@@ -65,6 +72,11 @@ class ModelStore(AdapterStore):
     @abstractmethod
     def rests(self) -> bool:
         """Whether the base model is frozen beneath adapters."""
+
+    def rest_shards(self) -> None:
+        """What a forward brought together on each rank lies apart again."""
+        if self.layout is not None:
+            self.layout.rest()
 
     def known(self, name: str) -> str:
         """The name, if it is an adapter's or the base model's.
@@ -91,6 +103,7 @@ class ModelStore(AdapterStore):
     # ------------------------------------------------------------------------------------------------ tensors
 
     def state_dict(self, name: str) -> dict[str, torch.Tensor]:
+        self.rest_shards()
         return plain_state(self.module) if self.known(name) == BASE else self.adapter_state(name)
 
     def load_state_dict(self, name: str, state: Mapping[str, torch.Tensor]) -> None:
@@ -113,7 +126,7 @@ class ModelStore(AdapterStore):
         live = self.state_dict(BASE)
         with torch.no_grad():
             for key, tensor in state.items():
-                live[key].copy_(tensor)
+                set_to(live[key], tensor)
         for key, parameter in parameters.items():
             if key in state:
                 self.precision.note_stored(parameter, state[key])
@@ -153,11 +166,21 @@ class ModelStore(AdapterStore):
             if rounded:
                 text = "%d weight(s) of the base model are saved as adapters compute with them, rounded to %s"
                 get_logger("transformers").warning(text, rounded, self.precision.mixed)
-            checkpoint.write_model(self.module, self.state_dict(BASE), folder)
+            checkpoint.write_model(self.module, self._gathered or self.state_dict(BASE), folder)
             if (tokenizer := self._tokenizer()) is not None:
                 tokenizer.save_pretrained(str(folder))
         else:
-            checkpoint.write_adapter(self.module, self._saved_config(name), self.state_dict(name), folder)
+            checkpoint.write_adapter(self.module, self._saved_config(name), self._gathered or self.state_dict(name), folder)
+
+    @contextmanager
+    def gathered(self, name: str) -> Iterator[None]:
+        state = self.state_dict(name)
+        if any(is_sharded(tensor) for tensor in state.values()):
+            self._gathered = checkpoint.gather(state, settings.rank() == 0)
+        try:
+            yield
+        finally:
+            self._gathered = None
 
     def read(self, name: str, folder: Path) -> dict[str, torch.Tensor]:
         if self.known(name) == BASE:

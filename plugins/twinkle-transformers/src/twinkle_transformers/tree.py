@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,6 +12,8 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import AuxiliaryTrainingWrapper
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from twinkle_core.ops.sharded import is_sharded, local
 
 
 def text_config(module: Any) -> Any:
@@ -103,6 +106,22 @@ class Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
+@contextmanager
+def stand_ins(module: torch.nn.Module) -> Iterator[None]:
+    """Inside, parameters that lie apart on ranks are plain ones of the whole's shape that hold one number: what is put beside
+    them takes their shape, type and device. (peft would take the shape of a part.)"""
+    found = [(m, name, p) for m in module.modules() for name, p in m._parameters.items() if p is not None and is_sharded(p)]
+    plain: dict[int, torch.nn.Parameter] = {}
+    try:
+        for m, name, p in found:
+            empty = torch.zeros((), dtype=p.dtype, device=local(p).device).expand(p.shape)
+            m._parameters[name] = plain.setdefault(id(p), torch.nn.Parameter(empty, requires_grad=p.requires_grad))
+        yield
+    finally:
+        for m, name, p in found:
+            m._parameters[name] = p
+
+
 def skeleton(module: torch.nn.Module, weightless: bool = True) -> Any:
     """A copy of the module tree whose parameters have shapes but no storage; nothing done to it reaches the original.
 
@@ -117,7 +136,8 @@ def skeleton(module: torch.nn.Module, weightless: bool = True) -> Any:
         if t is None:
             return None
         if id(t) not in copies:
-            copy = torch.empty_like(t, device="meta") if weightless else t.detach()
+            # by shape: of a tensor that lies apart on ranks the whole is meant
+            copy = torch.empty(t.shape, dtype=t.dtype, device="meta") if weightless else t.detach()
             whole = isinstance(t, torch.nn.Parameter)
             copies[id(t)] = torch.nn.Parameter(copy, requires_grad=t.requires_grad) if whole else copy
         return copies[id(t)]

@@ -1,0 +1,339 @@
+"""Several processes: how ranks meet, and the engine that sums gradients over them.
+
+Gradients are summed by this module itself, once for each window, in buckets, and not by a wrapper around the model. A wrapper
+(torch's DDP) must be told at each backward whether it is the last, is made anew when an adapter comes, counts a parameter
+without a gradient as an error, and averages where sums are wanted; summing at the end of a window needs none of that, and
+sends no more bytes. What it gives up is sending while a backward still runs.
+"""
+
+from __future__ import annotations
+
+import atexit
+import inspect
+import math
+from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Sequence as Several
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.amp.grad_scaler import OptState
+from torch.distributed.device_mesh import DeviceMesh as TorchMesh
+
+from twinkle_core import arguments, settings
+from twinkle_core.errors import ManyProcesses
+from twinkle_core.log import get_logger
+from twinkle_core.mesh import DeviceMesh
+from twinkle_core.ops.gather import Ranks
+from twinkle_core.ops.sharded import is_sharded, local
+from twinkle_core.train.loop_engine import LoopEngine, gradients
+from twinkle_transformers import fsdp
+from twinkle_transformers.fsdp import Shards
+from twinkle_transformers.sequence import Sequence
+from twinkle_transformers.tensor import Experts, Parts
+
+T = TypeVar("T")
+#: MB of gradients that travel in one message
+BUCKET_MB = 25.0
+#: who meets for what, by what of a rank's place must be equal
+WORLD, DATA, WEIGHTS, SEQUENCE, TENSOR, EXPERTS = "world", "dp", "weights", "sequence", "tp", "experts"
+KINDS = (WORLD, DATA, WEIGHTS, SEQUENCE, TENSOR, EXPERTS)
+
+
+def mesh_of(owner: str, mesh: DeviceMesh | None) -> DeviceMesh:
+    """The mesh, by default data ranks as many as torchrun started.
+
+    Raises:
+        ManyProcesses: it has another number of ranks than there are processes.
+    """
+    mesh = mesh or DeviceMesh.from_sizes()
+    running = dist.get_world_size() if dist.is_initialized() else settings.world_size()
+    if mesh.world_size != running:
+        raise ManyProcesses(owner, mesh.world_size, running)
+    return mesh
+
+
+def check_ddp_config(config: Mapping[str, Any]) -> float:
+    """How many MB of gradients travel in one message: ``bucket_cap_mb``. What else DistributedDataParallel takes is about how
+    it watches backwards, and is without effect.
+
+    Raises:
+        WrongArgument: it doesn't know the option either.
+    """
+    arguments.check(torch.nn.parallel.DistributedDataParallel, config, "ddp_config", positional=1)
+    if idle := sorted(set(config) - {"bucket_cap_mb"}):
+        text = "ddp_config: %s without effect: gradients are summed once for each window, without a wrapper around the model"
+        get_logger("transformers").warning(text, ", ".join(idle) + (" is" if len(idle) == 1 else " are"))
+    return float(config.get("bucket_cap_mb") or BUCKET_MB)
+
+
+def place(mesh: DeviceMesh, rank: int) -> tuple[int, int, int]:
+    """(data rank, part of the sequence, tensor part) of a rank."""
+    at = mesh.coordinates(rank)
+    data, part = divmod(at["dp"] * mesh.sizes["fsdp"] + at["fsdp"], mesh.ulysses_size)
+    return data, part, at["tp"]
+
+
+def partition(mesh: DeviceMesh, kind: str) -> list[list[int]]:
+    """All ranks in groups of those that meet."""
+    keys: dict[str, Callable[[int, int, int], tuple[int, ...]]] = {
+        WORLD: lambda data, part, tp: (),
+        DATA: lambda data, part, tp: (part, tp),
+        WEIGHTS: lambda data, part, tp: (tp,),
+        SEQUENCE: lambda data, part, tp: (data, tp),
+        TENSOR: lambda data, part, tp: (data, part),
+        EXPERTS: lambda data, part, tp: (data % mesh.ep_size,),
+    }
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for rank in range(mesh.world_size):
+        groups.setdefault(keys[kind](*place(mesh, rank)), []).append(rank)
+    return list(groups.values())
+
+
+class Meeting:
+    """The groups of a mesh in which this rank meets others.
+
+    ``dp``: ranks with different rows. ``sequence``: with parts of the same rows. ``weights``: both together, between which
+    gradients are summed. ``tp``: with parts of the same weights. ``experts``: with the same experts.
+    ``world``: all.
+
+    Args:
+        mesh: of as many ranks as there are processes. The process group is opened if nobody has.
+        device: where tensors that travel live.
+        bucket_mb: MB of gradients that travel in one message.
+    """
+
+    def __init__(self, mesh: DeviceMesh, device: torch.device, bucket_mb: float = BUCKET_MB) -> None:
+        self.mesh, self.device, self._bucket = mesh, device, bucket_mb * 2**20
+        self._groups: dict[str, Any] = {}
+        self._sizes = {kind: len(partition(mesh, kind)[0]) for kind in KINDS}
+        if mesh.world_size == 1:
+            return
+        if not dist.is_initialized():
+            dist.init_process_group(
+                "gloo" if device.type == "cpu" else None, device_id=None if device.type == "cpu" else device
+            )
+            atexit.register(_leave)
+        for kind, size in self._sizes.items():
+            if 1 < size < mesh.world_size:  # all processes make all groups, in one order
+                mine, _ = dist.new_subgroups_by_enumeration(partition(mesh, kind))  # type: ignore[no-untyped-call]
+                self._groups[kind] = mine
+
+    def size(self, kind: str) -> int:
+        """How many meet."""
+        return self._sizes[kind]
+
+    def group(self, kind: str) -> Any:
+        """The process group; None: the default one, of all. Only where more than one rank meets."""
+        return self._groups.get(kind)
+
+    def all_reduce(self, x: torch.Tensor, kind: str, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
+        """``x`` summed over the ranks that meet; the argument is left as it is."""
+        if self._sizes[kind] > 1:
+            dist.all_reduce(x := x.clone(), op=op, group=self.group(kind))
+        return x
+
+    def gather_objects(self, obj: Any, kind: str) -> list[Any]:
+        found = [obj] * self._sizes[kind]
+        if len(found) > 1:
+            dist.all_gather_object(found, obj, group=self.group(kind))
+        return found
+
+    def ranks(self, kind: str) -> Ranks | None:
+        return Ranks(self.group(kind)) if self._sizes[kind] > 1 else None
+
+    def agree(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Give tensors that lie apart nowhere the values that rank 0 has."""
+        for tensor in tensors if self.mesh.world_size > 1 else ():
+            dist.broadcast(tensor.detach(), src=0)
+
+    def sum_gradients(self, parameters: Several[torch.nn.Parameter], kind: str) -> None:
+        """Sum gradients over the ranks that meet. A parameter that got none on some rank counts 0 there."""
+        if self._sizes[kind] == 1 or not parameters:
+            return
+        here = torch.tensor([float(p.grad is not None) for p in parameters], device=self.device)
+        anywhere = self.all_reduce(here, kind).tolist()
+        bucket: list[torch.Tensor] = []
+        for p, some in zip(parameters, anywhere, strict=True):
+            if not some:
+                continue
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+            grad = local(p.grad)
+            if bucket and (grad.dtype != bucket[0].dtype or sum(g.nbytes for g in bucket) + grad.nbytes > self._bucket):
+                self._sum(bucket, kind)
+                bucket = []
+            bucket.append(grad)
+        if bucket:
+            self._sum(bucket, kind)
+
+    def _sum(self, bucket: list[torch.Tensor], kind: str) -> None:
+        flat = torch.cat([g.reshape(-1) for g in bucket])
+        dist.all_reduce(flat, group=self.group(kind))
+        for grad, part in zip(bucket, torch.split(flat, [g.numel() for g in bucket]), strict=True):
+            grad.copy_(part.view_as(grad))
+
+
+def _leave() -> None:
+    """Threads of a process group that is left open can abort a process that has done its work."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+class Layout:
+    """How a model lies over the ranks of a mesh. In one process: as it is.
+
+    Args:
+        owner: who is constructed, for error texts.
+        meeting: of the mesh's ranks.
+    """
+
+    def __init__(self, owner: str, meeting: Meeting) -> None:
+        self.owner, self.meeting = owner, meeting
+        self.shards: Shards | None = None
+        self.parts: Parts | None = None
+        self.experts: Experts | None = None
+        self.sequence: Sequence | None = None
+
+    def lay(self, module: Any, compute: torch.dtype | None, fsdp_config: Mapping[str, Any]) -> None:
+        """Cut a model that has the same weights on all ranks (or none yet), in place."""
+        mesh, device = self.meeting.mesh, self.meeting.device
+        if mesh.sizes["tp"] > 1:
+            self.parts = Parts(self.owner, module, fsdp.torch_mesh(mesh, device, "tp"))
+        if mesh.ep_size > 1:
+            few = torch.tensor(partition(mesh, EXPERTS), dtype=torch.int).T
+            ep = TorchMesh(device.type, few, mesh_dim_names=("rest", "ep"))["ep"]
+            everyone = torch.arange(mesh.world_size, dtype=torch.int).reshape(-1, 1)
+            alone = TorchMesh(device.type, everyone, mesh_dim_names=("rest", "tp"))["tp"]
+            self.experts = Experts(self.owner, module, ep, alone)
+        if mesh.ulysses_size > 1:
+            self.sequence = Sequence(self.owner, module, self.meeting.group(SEQUENCE), mesh.ulysses_size)
+        if mesh.sizes["fsdp"] > 1:
+            self.shards = Shards(module, mesh, device, compute, fsdp_config)
+
+    def adapt(self, module: torch.nn.Module, name: str, new: Iterable[torch.nn.Parameter]) -> None:
+        """A new adapter: the same on all ranks, and cut as the layers are that carry it."""
+        self.meeting.agree(new)
+        if self.parts is not None:
+            self.parts.adapt(module, name)
+
+    def rest(self) -> None:
+        """The model's tensors are to be looked at."""
+        if self.shards is not None:
+            self.shards.rest()
+
+    @property
+    def in_step(self) -> bool:
+        """Whether ranks must run the model together, the same number of times."""
+        return any(x is not None for x in (self.shards, self.parts, self.experts, self.sequence))
+
+    def summed_over(self, parameter: torch.nn.Parameter) -> list[str]:
+        """Between which ranks the window's gradients of a parameter are summed when it closes."""
+        if self.experts is not None and parameter in self.experts.own:
+            return [EXPERTS]
+        if self.shards is not None and is_sharded(parameter):
+            return []  # it was with each backward
+        return [WEIGHTS, TENSOR] if self.parts is not None and parameter in self.parts.partial else [WEIGHTS]
+
+    def describe(self) -> str:
+        """In words."""
+        mesh = self.meeting.mesh
+        if mesh.world_size == 1:
+            return "one process: not wrapped"
+        words = [f"dp {mesh.sizes['dp']}"] if mesh.sizes["dp"] > 1 else []
+        words += [f"fully_shard over {mesh.sizes['fsdp']}"] if self.shards else []
+        words += [f"tensor parallel over {mesh.sizes['tp']}"] if self.parts else []
+        words += [f"experts over {mesh.ep_size}"] if self.experts else []
+        words += [f"sequence over {mesh.ulysses_size}"] if self.sequence else []
+        return ", ".join(words)
+
+
+class MeshEngine(LoopEngine):
+    """Core's loop on each rank; gradients, norms and counts are those of all ranks."""
+
+    layout: Layout
+
+    @property
+    def meeting(self) -> Meeting:
+        """Of the mesh's ranks."""
+        return self.layout.meeting
+
+    @property
+    def in_step(self) -> bool:
+        """Whether ranks must run the model together, the same number of times."""
+        return self.layout.in_step
+
+    def around(self, call: Callable[[], T]) -> T:
+        """What runs weights of the model runs inside."""
+        return call() if self.layout.shards is None else self.layout.shards.run(call)
+
+    def all_reduce(self, x: torch.Tensor, over: str = DATA) -> torch.Tensor:
+        return self.meeting.all_reduce(x, over)
+
+    def gather_objects(self, obj: Any, over: str = DATA) -> list[Any]:
+        return self.meeting.gather_objects(obj, over)
+
+    def ranks(self, over: str = DATA) -> Any:
+        return self.meeting.ranks(over)
+
+    def agree(self, fine: bool) -> bool:
+        here = torch.tensor(float(fine), device=self.device)
+        return bool(self.meeting.all_reduce(here, WORLD, dist.ReduceOp.MIN).item())
+
+    def finish_grads(self, optimizer: torch.optim.Optimizer, scale: torch.Tensor | float) -> bool:
+        """The window has closed: sum its gradients over ranks (each holds sums over its own tokens), then as ever."""
+        over: dict[str, list[torch.nn.Parameter]] = {}
+        for p in (p for group in optimizer.param_groups for p in group["params"]):
+            for kind in self.layout.summed_over(p):
+                over.setdefault(kind, []).append(p)
+        for kind in (k for k in KINDS if k in over):
+            self.meeting.sum_gradients(over[kind], kind)
+        return super().finish_grads(optimizer, scale)
+
+    def unscale(self, optimizer: torch.optim.Optimizer) -> None:
+        """Ranks look at their own parts, and must scale alike afterwards. (torch's own takes no list of plain tensors and
+        DTensors.)"""
+        grads = [local(g) for g in gradients(optimizer)]
+        assert self.scaler is not None
+        if not self.layout.in_step or self.scaler._scale is None:
+            super().unscale(optimizer)
+            return
+        overflow = torch.zeros(1, device=self.device)
+        inverse = self.scaler._scale.double().reciprocal().float()
+        torch._amp_foreach_non_finite_check_and_unscale_(grads, overflow, inverse)
+        state = self.scaler._per_optimizer_states[id(optimizer)]
+        state["stage"] = OptState.UNSCALED
+        state["found_inf_per_device"] = {self.device: self.meeting.all_reduce(overflow, WORLD, dist.ReduceOp.MAX)}
+
+    def make_optimizer(
+        self, cls: Any, parameters: Mapping[str, torch.nn.Parameter], kwargs: Mapping[str, Any]
+    ) -> torch.optim.Optimizer:
+        kinds = {is_sharded(p) for p in parameters.values()}
+        if len(kinds) > 1 and "foreach" not in kwargs and "foreach" in inspect.signature(cls).parameters:
+            kwargs = {**kwargs, "foreach": False}  # torch's fast way takes no list of plain tensors and DTensors
+        return super().make_optimizer(cls, parameters, kwargs)
+
+    def total_norm(self, optimizer: torch.optim.Optimizer, norm_type: float) -> torch.Tensor:
+        """Parts of one gradient that lie on several ranks are added up over those; what all ranks hold counts once."""
+        grads = gradients(optimizer)
+        if not any(is_sharded(g) for g in grads):
+            return super().total_norm(optimizer, norm_type)
+        groups: dict[tuple[Any, ...], list[torch.Tensor]] = {}
+        for grad in grads:
+            groups.setdefault(_apart(grad), []).append(local(grad))
+        infinite = math.isinf(norm_type)
+        total = torch.zeros((), device=self.device)
+        for over, parts in groups.items():
+            norms = torch.stack(torch._foreach_norm(parts, norm_type)).to(total)
+            value = norms.max() if infinite else norms.pow(norm_type).sum()
+            for group in over:
+                dist.all_reduce(value, op=dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, group=group)
+            total = torch.maximum(total, value) if infinite else total + value
+        return total if infinite else total.pow(1.0 / norm_type)
+
+
+def _apart(grad: Any) -> tuple[Any, ...]:
+    """The process groups over which parts of a gradient lie apart."""
+    if not is_sharded(grad):
+        return ()
+    return tuple(grad.device_mesh.get_group(i) for i, placement in enumerate(grad.placements) if placement.is_shard())

@@ -1,0 +1,147 @@
+"""Layers whose weights lie apart on ranks that compute together: tensor parallel, and experts of a mixture.
+
+The plans (which layer is cut how) and the ways to compute a cut layer are transformers' own. Here they are laid over a model
+that has its weights already, and over the adapters that come later, which neither transformers nor peft can do yet.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from peft.tuners.lora import Linear as LoraLinear
+from peft.tuners.tuners_utils import BaseTunerLayer
+from transformers.distributed.expert_parallel import apply_expert_parallelism
+from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES, replace_layer_number_by_wildcard
+from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+from twinkle_core.errors import BadLayout
+from twinkle_core.mesh import DeviceMesh
+
+#: styles that are laid over as they are; a layer that has both kinds of LoRA matrices is cut in one of the first two
+_LAYERS = frozenset({"colwise", "rowwise", "all_reduce", "replicate"})
+#: its gradient is a part of the whole on each rank. transformers sums it after each backward, which counts a window's first
+#: backwards again; here it is summed once, with the window
+_PARTIAL = "replicated_with_grad_allreduce"
+
+
+def _expanded(module: Any, plan: dict[str, str]) -> dict[str, str]:
+    """A plan by real names: ``layers.*`` as each layer. Parameters first: a list of experts counts its own when it is cut."""
+    names = [*dict(module.named_parameters()), *dict(module.named_modules())]
+    return {name: plan[key] for name in names if (key := replace_layer_number_by_wildcard(name)) in plan}
+
+
+def _divides(owner: str, what: str, count: int | None, name: str, size: int) -> None:
+    if count is not None and count % size:
+        raise BadLayout(owner, f"{count} {what} can't be shared by {name} {size} ({count} / {size} = {count / size:.4g})")
+
+
+def check(owner: str, config: Any, mesh: DeviceMesh) -> None:
+    """Whether a model of this config can be laid over the mesh.
+
+    Raises:
+        BadLayout: with the arithmetic.
+    """
+    tp, ep, ulysses, fsdp = mesh.sizes["tp"], mesh.ep_size, mesh.ulysses_size, mesh.sizes["fsdp"]
+    for name in ("pp", "cp"):
+        if mesh.sizes[name] > 1:
+            way = "ulysses_size shares long rows" if name == "cp" else "fsdp_size and tp_size share the weights"
+            raise BadLayout(owner, f"{name}_size {mesh.sizes[name]} is not for transformers models ({way})")
+    if mesh.sequence_parallel:
+        raise BadLayout(owner, "sequence_parallel with tp_size is not for transformers models (ulysses_size shares long rows)")
+    if tp > 1 and fsdp > 1:
+        raise BadLayout(owner, f"fsdp_size {fsdp} × tp_size {tp}: weights are cut once; take dp_size {fsdp} × tp_size {tp}")
+    if ep > 1 and (tp > 1 or fsdp > 1 or ulysses > 1):
+        used = " × ".join(f"{n}_size {s}" for n, s in (("tp", tp), ("fsdp", fsdp), ("ulysses", ulysses)) if s > 1)
+        raise BadLayout(owner, f"ep_size {ep} with {used}: experts are shared by data ranks alone (dp_size {mesh.world_size})")
+    if ulysses > 1 and tp > 1:
+        raise BadLayout(owner, f"ulysses_size {ulysses} × tp_size {tp}: both share the attention heads; take one of them")
+    if mesh.etp_size > 1:
+        raise BadLayout(owner, f"etp_size {mesh.etp_size} is not for transformers models")
+    text = text_config_of(config)
+    heads, kv = getattr(text, "num_attention_heads", None), getattr(text, "num_key_value_heads", None)
+    _divides(owner, "attention heads", heads, "tp_size", tp)
+    _divides(owner, "key-value heads", kv, "tp_size", tp)
+    _divides(owner, "attention heads", heads, "ulysses_size", ulysses)
+    _divides(owner, "key-value heads", kv, "ulysses_size", ulysses)
+    experts = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None)
+    if ep > 1 and experts is None:
+        raise BadLayout(owner, f"ep_size {ep}: {type(config).__name__} has no experts")
+    _divides(owner, "experts", experts, "ep_size", ep)
+
+
+def text_config_of(config: Any) -> Any:
+    """The config of the text part."""
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+class Parts:
+    """A model whose layers are cut over the ranks of ``tp``.
+
+    The embedding and the output layer stay whole on each rank: the losses read the output layer's weight.
+
+    Args:
+        module: has the same weights on all ranks; is changed in place.
+        mesh: torch's, of the one dimension.
+
+    Raises:
+        BadLayout: transformers has no plan for this model, or one whose layers are cut in a way that isn't known here.
+    """
+
+    def __init__(self, owner: str, module: Any, mesh: Any) -> None:
+        self.mesh = mesh
+        ends = {m for m in (module.get_input_embeddings(), module.get_output_embeddings()) if m is not None}
+        whole = {name for name, m in module.named_modules() if m in ends}
+        plan = {
+            k: v for k, v in _expanded(module, dict(module.tp_plan or {})).items() if k.removesuffix(".weight") not in whole
+        }
+        if not plan:
+            raise BadLayout(owner, f"tp_size {mesh.size()}: no plan for {type(module).__name__}; take fsdp_size")
+        strange = {k: v for k, v in plan.items() if v not in _LAYERS | {_PARTIAL}}
+        if strange:
+            name, style = next(iter(strange.items()))
+            raise BadLayout(owner, f"tp_size {mesh.size()}: {name} would be cut as '{style}'; take ep_size or fsdp_size")
+        modules = dict(module.named_modules())
+        #: parameters whose gradients are parts of the whole
+        self.partial = {p for k, v in plan.items() if v == _PARTIAL for p in modules[k].parameters()}
+        cut = {k: v for k, v in plan.items() if v != _PARTIAL}
+        self._styles = {modules[k]: v for k, v in cut.items() if v in ("colwise", "rowwise")}
+        parameters = dict(module.named_parameters())
+        weights = {f"{k}.{n}": v for k, v in cut.items() for n in ("weight", "bias") if f"{k}.{n}" in parameters}
+        apply_tensor_parallelism(module, mesh, weights | cut)
+
+    def adapt(self, module: torch.nn.Module, name: str) -> None:
+        """Cut a new adapter as its layers are: of a layer that is cut by columns A is whole and B's outputs are cut; by rows,
+        A's inputs are cut, and B is whole.
+
+        Raises:
+            TypeError: something else than LoRA on a layer that is cut.
+        """
+        for layer in [m for m in module.modules() if isinstance(m, BaseTunerLayer)]:
+            style = self._styles.get(layer.get_base_layer())
+            if style is None or name not in layer._get_available_adapters():
+                continue
+            if not isinstance(layer, LoraLinear) or layer.lora_variant.get(name) is not None:
+                raise TypeError(f"{type(layer).__name__} on a layer that is cut over tp ranks; take plain LoRA")
+            matrix = layer.lora_B[name] if style == "colwise" else layer.lora_A[name]
+            for parameter in list(matrix._parameters):
+                ALL_PARALLEL_STYLES[style].shard_param(matrix, parameter, self.mesh)
+            ALL_PARALLEL_STYLES[style].install_forward(matrix, self.mesh)
+
+
+class Experts:
+    """A mixture whose experts are shared by the ranks of ``ep``; tokens travel to the experts that they are routed to.
+
+    Args:
+        module: has the same weights on all ranks; is changed in place.
+        mesh: torch's, of the ranks that share; ``alone``: of this rank only.
+    """
+
+    def __init__(self, owner: str, module: Any, mesh: Any, alone: Any) -> None:
+        plan = _expanded(module, dict(module.ep_plan or {}))
+        if not plan:
+            raise BadLayout(owner, f"ep_size {mesh.size()}: no plan for {type(module).__name__}; take fsdp_size")
+        apply_expert_parallelism(module, mesh, alone, plan, ep_implementation="all_to_all")
+        parameters = dict(module.named_parameters())
+        #: parameters of which each rank has its own experts'
+        self.own = {parameters[name] for name in plan if name in parameters}

@@ -1,0 +1,254 @@
+"""Several processes train as one does on the same global batches."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from twinkle_core.errors import BadLayout, WrongArgument
+from twinkle_core.mesh import DeviceMesh
+from twinkle_core.testing import ranks
+from twinkle_transformers import fsdp, tensor
+from twinkle_transformers.parallel import KINDS, check_ddp_config, partition, place
+from twinkle_transformers.testing import tiny_config, write_tiny_llama
+
+sys.path.insert(0, str(Path(__file__).parent))
+from jobs import Jobs, moe_config
+
+
+def assert_same_training(alone, parts):
+    """Losses and norms to 2e-5; weights apart by less than 1e-4 of what training changed; ranks bit-equal."""
+    for part in parts:
+        torch.testing.assert_close(torch.tensor(part["seen"]), torch.tensor(alone["seen"]), rtol=2e-5, atol=1e-7)
+        keys = alone["weights"].keys()
+        assert part["weights"].keys() == keys
+        assert all(torch.equal(part["start"][k], alone["start"][k]) for k in keys)
+        apart = torch.stack([(part["weights"][k] - alone["weights"][k]).double().norm() for k in keys]).norm()
+        update = torch.stack([(alone["start"][k] - alone["weights"][k]).double().norm() for k in keys]).norm()
+        assert apart / update < 1e-4
+        assert all(torch.equal(part["weights"][k], parts[0]["weights"][k]) for k in keys)
+        torch.testing.assert_close(part["logits"], alone["logits"], rtol=1e-4, atol=1e-4)
+
+
+def compare(jobs, world_size, timeout=240):
+    parts = ranks.run(Jobs, "train", world_size, {"jobs": jobs}, timeout=timeout)
+    alone = Jobs().train(0, 1, {name: {**job, "sizes": {}, "options": {}} for name, job in jobs.items()})
+    for name in jobs:
+        try:
+            assert_same_training(alone[name], [part[name] for part in parts])
+        except AssertionError as error:
+            error.add_note(f"of the job {name}")
+            raise
+
+
+def test_two_data_ranks():
+    jobs = {f"{o}{a}": {"sizes": {"dp_size": 2}, "optimizer": o, "adapter": a} for o in ("sgd", "adamw") for a in ("", "a")}
+    jobs["window"] = {"sizes": {"dp_size": 2}, "optimizer": "adamw", "window": 5}
+    compare(jobs, 2)
+
+
+def test_two_shards():
+    jobs = {f"{o}{a}": {"sizes": {"fsdp_size": 2}, "optimizer": o, "adapter": a} for o in ("sgd", "adamw") for a in ("", "a")}
+    jobs["window"] = {"sizes": {"fsdp_size": 2}, "optimizer": "adamw", "window": 5}
+    jobs["untied"] = {"sizes": {"fsdp_size": 2}, "optimizer": "adamw", "kind": "untied"}
+    compare(jobs, 2)
+
+
+@pytest.mark.slow
+def test_shards_on_two_times_two_ranks():
+    sizes = {"dp_size": 2, "fsdp_size": 2}
+    compare({f"{o}{a}": {"sizes": sizes, "optimizer": o, "adapter": a} for o in ("sgd", "adamw") for a in ("", "a")}, 4)
+
+
+def test_two_ranks_resume_bit_for_bit(tmp_path):
+    """With dropout, so that each rank's random state counts; optimizers of whole and of sharded weights."""
+    options = {"dropout": 0.2}
+    jobs = {
+        "dp": {"sizes": {"dp_size": 2}, "optimizer": "adamw", "adapter": "a", "options": options},
+        "fsdp": {"sizes": {"fsdp_size": 2}, "optimizer": "adamw"},
+        "fsdp_lora": {"sizes": {"fsdp_size": 2}, "optimizer": "adamw", "adapter": "a", "options": options},
+    }
+    parts = ranks.run(Jobs, "checkpoints", 2, {"folder": str(tmp_path), "jobs": jobs}, timeout=240)
+    for part in parts:
+        for name, found in part.items():
+            assert found["unbroken"] == found["resumed"], name
+            assert all(torch.equal(found["first"][k], found["second"][k]) for k in found["first"])
+    tensors = load_file(tmp_path / "fsdp" / "model.safetensors")
+    assert len([k for k in tensors if "embed_tokens" in k or "lm_head" in k]) == 1, "a tied weight is stored once"
+    # one process goes on from what two wrote
+    alone = Jobs().resume(
+        0,
+        1,
+        {name: parts[0][name]["path"] for name in ("fsdp", "fsdp_lora")},
+        {"fsdp": {"sizes": {}, "optimizer": "adamw"}, "fsdp_lora": {"sizes": {}, "optimizer": "adamw", "adapter": "a"}},
+        str(tmp_path),
+    )
+    expected, found = parts[0]["fsdp"], alone["fsdp"]
+    torch.testing.assert_close(torch.tensor(found["seen"]), torch.tensor(expected["unbroken"]), rtol=2e-5, atol=1e-7)
+    for key, value in expected["first"].items():
+        torch.testing.assert_close(found["weights"][key], value, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_resume_on_other_meshes(tmp_path):
+    """2 ranks, then 1, then 4."""
+    spec = {"optimizer": "adamw"}
+    two = ranks.run(
+        Jobs, "checkpoints", 2, {"folder": str(tmp_path), "jobs": {"m": {**spec, "sizes": {"fsdp_size": 2}}}}, timeout=240
+    )[0]["m"]
+    one = Jobs().resume(0, 1, {"m": two["path"]}, {"m": {**spec, "sizes": {}}}, str(tmp_path / "one"))["m"]
+    job = {"m": {**spec, "sizes": {"fsdp_size": 2, "dp_size": 2}}}
+    four = ranks.run(
+        Jobs, "resume", 4, {"paths": {"m": one["path"]}, "jobs": job, "folder": str(tmp_path / "four")}, timeout=240
+    )
+    for found in (one, *(part["m"] for part in four)):
+        torch.testing.assert_close(torch.tensor(found["seen"]), torch.tensor(two["unbroken"]), rtol=2e-5, atol=1e-7)
+        for key, value in two["first"].items():
+            torch.testing.assert_close(found["weights"][key], value, rtol=1e-4, atol=1e-5)
+
+
+def test_faults_of_data_ranks():
+    first, second = ranks.run(Jobs, "faults", 2, {}, timeout=240)
+    alone = Jobs().faults(0, 1)
+    for found in (first, second):
+        assert found["nonfinite"] == "NonFiniteGradients", "one rank's NaN is told on all"
+        assert found["kept"]
+        assert found["one rank without labels"] == pytest.approx(alone["one rank without labels"], rel=2e-5)
+        assert found["no labels at all"] is None
+    assert first["one rank without labels"] == second["one rank without labels"]
+
+
+@pytest.mark.slow
+def test_B04_ranks_with_few_tokens_count_by_their_tokens():
+    first, second = ranks.run(Jobs, "uneven_tokens", 2, {}, timeout=240)
+    assert torch.equal(first, second)
+    torch.testing.assert_close(first, torch.tensor([-0.25, 0.25]))
+    torch.testing.assert_close(Jobs().uneven_tokens(0, 1), first)
+
+
+@pytest.mark.slow
+def test_B34_embeddings_are_contrasted_over_all_ranks():
+    parts, alone = ranks.run(Jobs, "embeddings", 2, {}, timeout=240), Jobs().embeddings(0, 1)
+    for part in parts:
+        assert part["norms"] == pytest.approx(alone["norms"], rel=2e-5)
+        for key, value in alone["weights"].items():
+            torch.testing.assert_close(part["weights"][key], value, rtol=1e-4, atol=1e-5)
+
+
+def test_weights_that_lie_apart(tmp_path):
+    write_tiny_llama(tmp_path)
+    first, second = ranks.run(Jobs, "sharded", 2, {"folder": str(tmp_path)}, timeout=240)
+    for found in (first, second):
+        assert found["read by one"] and found["same logits"] and found["tied"]
+        assert found["bf16"][-1] < found["bf16"][0] and found["dtype"] == "torch.float32"
+
+
+def test_two_tensor_parts():
+    jobs = {f"{o}{a}": {"sizes": {"tp_size": 2}, "optimizer": o, "adapter": a} for o in ("sgd", "adamw") for a in ("", "a")}
+    jobs["window"] = {"sizes": {"tp_size": 2}, "optimizer": "sgd", "window": 5, "kind": "normed"}
+    compare(jobs, 2)
+
+
+@pytest.mark.slow
+def test_tensor_parts_on_two_times_two_ranks():
+    sizes = {"dp_size": 2, "tp_size": 2}
+    compare({f"{o}{a}": {"sizes": sizes, "optimizer": o, "adapter": a} for o in ("sgd", "adamw") for a in ("", "a")}, 4)
+
+
+def test_two_shares_of_experts():
+    jobs = {o: {"sizes": {"ep_size": 2}, "optimizer": o, "kind": "moe"} for o in ("sgd", "adamw")}
+    jobs["window"] = {"sizes": {"ep_size": 2}, "optimizer": "adamw", "kind": "moe", "window": 5}
+    jobs["data"] = {"sizes": {"dp_size": 2}, "optimizer": "adamw", "kind": "moe"}
+    jobs["shards"] = {"sizes": {"fsdp_size": 2}, "optimizer": "adamw", "kind": "moe", "adapter": "a"}
+    compare(jobs, 2)
+
+
+def test_two_parts_of_the_sequence():
+    sizes = {"dp_size": 2, "ulysses_size": 2}
+    jobs = {f"{o}{a}": {"sizes": sizes, "optimizer": o, "adapter": a} for o in ("sgd", "adamw") for a in ("", "a")}
+    jobs["window"] = {"sizes": sizes, "optimizer": "sgd", "window": 5, "kind": "normed"}
+    jobs["packed"] = {"sizes": sizes, "optimizer": "sgd", "packed": True}
+    jobs["checkpointed"] = {"sizes": sizes, "optimizer": "sgd", "options": {"gradient_checkpointing": True}}
+    compare(jobs, 2)
+
+
+@pytest.mark.slow
+def test_parts_of_the_sequence_on_two_times_two_ranks():
+    """Data ranks that each share their rows, and weights that lie apart besides."""
+    data, shards = {"dp_size": 4, "ulysses_size": 2}, {"fsdp_size": 4, "ulysses_size": 2}
+    jobs = {f"{o}{n}": {"sizes": s, "optimizer": o} for o in ("sgd", "adamw") for n, s in (("dp", data), ("fsdp", shards))}
+    compare(jobs, 4)
+
+
+def test_two_tenants_train_as_in_one_process():
+    meshes = {"dp": {"dp_size": 2}, "fsdp": {"fsdp_size": 2}, "tp": {"tp_size": 2}}
+    parts = ranks.run(Jobs, "tenants", 2, {"meshes": meshes}, timeout=240)
+    alone = Jobs().tenants(0, 1, {"one": {}})["one"]
+    for part in parts:
+        for name, found in part.items():
+            assert len(found["norms"]) == 5
+            assert found["norms"] == pytest.approx(alone["norms"], rel=2e-5), name
+            for adapter, weights in alone["weights"].items():
+                apart = torch.stack([(found["weights"][adapter][k] - w).norm() for k, w in weights.items()]).norm()
+                update = torch.stack([(alone["start"][adapter][k] - w).norm() for k, w in weights.items()]).norm()
+                assert apart / update < 1e-4, name
+
+
+@pytest.mark.parametrize(
+    ("sizes", "text"),
+    [
+        ({"pp_size": 2}, r"pp_size 2 is not for transformers models \(fsdp_size and tp_size share the weights\)"),
+        ({"cp_size": 2}, "ulysses_size shares long rows"),
+        ({"tp_size": 3}, r"4 attention heads can't be shared by tp_size 3 \(4 / 3 = 1.333\)"),
+        ({"tp_size": 4}, r"2 key-value heads can't be shared by tp_size 4 \(2 / 4 = 0.5\)"),
+        ({"dp_size": 4, "ulysses_size": 4}, r"2 key-value heads can't be shared by ulysses_size 4"),
+        ({"fsdp_size": 2, "tp_size": 2}, "fsdp_size 2 × tp_size 2: weights are cut once; take dp_size 2 × tp_size 2"),
+        ({"tp_size": 2, "dp_size": 2, "ulysses_size": 2}, "both share the attention heads"),
+        ({"dp_size": 2, "ep_size": 2}, "LlamaConfig has no experts"),
+        ({"fsdp_size": 2, "ep_size": 2}, "experts are shared by data ranks alone"),
+        ({"tp_size": 2, "sequence_parallel": True}, "sequence_parallel"),
+    ],
+)
+def test_meshes_that_make_no_sense_say_why(sizes, text):
+    with pytest.raises(BadLayout, match=text):
+        tensor.check("TransformersModel", tiny_config(), DeviceMesh.from_sizes(**sizes))
+
+
+def test_experts_are_shared_evenly():
+    with pytest.raises(BadLayout, match=r"4 experts can't be shared by ep_size 3"):
+        tensor.check("TransformersModel", moe_config(), DeviceMesh.from_sizes(dp_size=3, ep_size=3))
+
+
+def test_every_rank_is_in_one_group_of_each_kind():
+    mesh = DeviceMesh.from_sizes(dp_size=4, fsdp_size=2, tp_size=2, ulysses_size=2)
+    for kind in KINDS:
+        groups = partition(mesh, kind)
+        assert sorted(r for g in groups for r in g) == list(range(16)) and len({len(g) for g in groups}) == 1
+    for group in partition(mesh, "dp"):
+        assert sorted(place(mesh, r)[0] for r in group) == [0, 1, 2, 3]
+        assert sorted(mesh.at(r).data_rank for r in group) == [0, 1, 2, 3]
+    for group in partition(mesh, "sequence"):
+        assert len({mesh.at(r).data_rank for r in group}) == 1
+
+
+def test_options_of_wrappers_are_checked():
+    with pytest.raises(WrongArgument, match="bucket_cap_mb"):
+        check_ddp_config({"bucket_cap": 1})
+    with pytest.raises(WrongArgument, match="reshard_after_forward"):
+        fsdp.check_config({"reshard_after_foward": True})
+    assert check_ddp_config({"bucket_cap_mb": 4}) == 4.0
+    assert check_ddp_config({}) == 25.0
+
+
+@pytest.mark.parametrize("sizes", [{"fsdp_size": 2}, {"tp_size": 2}], ids=["fsdp", "tp"])
+def test_what_goes_beside_the_usual_step(sizes):
+    parts, alone = ranks.run(Jobs, "beside", 2, {"sizes": sizes}, timeout=240), Jobs().beside(0, 1, {})
+    for part in parts:
+        assert part["fp16"] == alone["fp16"]
+        assert part["hidden"] == pytest.approx(alone["hidden"], rel=2e-5)
+        assert part["values"] == pytest.approx(alone["values"], rel=2e-5)
+    assert [updates for _, updates in alone["fp16"]] == [1, 1, 2], "an overflow skips its update"
