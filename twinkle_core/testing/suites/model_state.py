@@ -49,19 +49,24 @@ class ModelState(ModelChecks):
     def test_training_is_in_training_mode(self, name: str, rows: Rows) -> None:
         """With dropout, if the model has any."""
         model = self.ready(name)
-        seen = self._training_in(model, lambda: model.forward_backward(rows, adapter_name=name))
-        assert seen.get("", True), (  # of the outermost module: losses may call the output layer later
+        seen = self._training_in(model, lambda: model.forward_backward(rows, adapter_name=name), graph=True)
+        assert next(iter(seen.values()), True), (  # of the first that ran: losses may call the output layer later
             "forward_backward computes in evaluation mode, so nothing is ever dropped: call module.train() when the model is "
             "built (transformers' from_pretrained gives models in evaluation mode), and in forward() leave it"
         )
 
-    def _training_in(self, model: Any, call: Callable[[], Any]) -> dict[str, bool]:
-        """Whether each module that ran was in training mode."""
+    def _training_in(self, model: Any, call: Callable[[], Any], graph: bool = False) -> dict[str, bool]:
+        """Whether each module that ran was in training mode, in the order in which they ran.
+
+        Args:
+            graph: only of calls with gradients on: engines probe a model without.
+        """
         seen: dict[str, bool] = {}
 
         def note(key: str) -> Callable[..., None]:
             def hook(module: torch.nn.Module, *args: Any) -> None:
-                seen[key] = module.training
+                if torch.is_grad_enabled() or not graph:
+                    seen[key] = module.training
 
             return hook
 
