@@ -51,7 +51,7 @@ class Engine(ABC):
     on_nonfinite: Literal["raise", "skip"] = "raise"
     #: over how many ranks the backend averages gradients, as DDP does over the data ranks; 1 where it sums them, or has one
     grad_divisor: int = 1
-    #: what training adds of a router's auxiliary loss, if anything: coefficient x ``ModelOutput.aux_loss`` x weight of the loss
+    #: training adds this coefficient x ``ModelOutput.aux_loss`` (of a router) x weight of the loss; 0 adds nothing
     aux_loss_coef: float = 0.0
 
     @abstractmethod
