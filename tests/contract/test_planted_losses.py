@@ -427,7 +427,63 @@ class OnItsClass(Summed):
         return total * (1 + self.seen.setdefault("first", float(total.detach())))
 
 
+class KeepsItsGraph(Summed):
+    """The last sum, for a log."""
+
+    def total(self, inputs, outputs):
+        self.last = super().total(inputs, outputs)
+        return self.last
+
+
+class KeepsANumber(KeepsItsGraph):
+    """Right: without the graph."""
+
+    def total(self, inputs, outputs):
+        total = super().total(inputs, outputs)
+        self.last = total.detach()
+        return total
+
+
+class GoesBackward(Summed):
+    def total(self, inputs, outputs):
+        total = super().total(inputs, outputs)
+        if total.requires_grad:
+            total.backward(retain_graph=True)
+        return total
+
+
+class SwitchesTheDtype(Summed):
+    def total(self, inputs, outputs):
+        torch.set_default_dtype(torch.float64)
+        return super().total(inputs, outputs)
+
+
+class ClampsItsArguments(Summed):
+    def __call__(self, inputs, outputs, *, advantages):
+        return LossOutput(*self.cut(inputs, outputs, advantages.clamp_(-0.5, 0.5)))
+
+    def cut(self, inputs, outputs, advantages):
+        held = inputs["labels"] != -100
+        return -(outputs.logps.detach() * 0 + outputs.logps * held * advantages.detach().clone()[:, None]).sum(), held.sum()
+
+
+class Drops(Summed):
+    """Some tokens, at random."""
+
+    def total(self, inputs, outputs):
+        held = (inputs["labels"] != -100).to(outputs.logps.dtype)
+        return -(outputs.logps * torch.nn.functional.dropout(held, 0.5)).sum()
+
+
+class NoLoss:
+    needs = frozenset({"logps"})
+
+    def __call__(self, inputs, outputs):
+        return LossOutput(outputs.logps.sum(), 1)
+
+
 ASKS = "test_asks_for_what_it_declares"
+GIVEN = "test_changes_nothing_that_it_is_given"
 OWN, KEEPS = "test_its_own_numbers_add_up", "test_keeps_nothing_between_batches"
 
 
@@ -447,6 +503,9 @@ OWN, KEEPS = "test_its_own_numbers_add_up", "test_keeps_nothing_between_batches"
         (ZeroIsMasked, {IDS}),
         (SumsInBfloat16, {"test_is_finite_in_lower_precision"}),
         (OnItsClass, {KEEPS}),
+        (KeepsItsGraph, {KEEPS}),
+        (KeepsANumber, set()),
+        (GoesBackward, {GIVEN}),
     ],
 )
 def test_what_is_beside_the_sum_is_looked_at(caught, loss, tests):
@@ -455,6 +514,30 @@ def test_what_is_beside_the_sum_is_looked_at(caught, loss, tests):
 
 def test_a_loss_that_remembers_its_first_batch_is_caught(caught):
     assert KEEPS in caught(LossSuite, RemembersTheFirst)
+
+
+def test_a_switch_of_the_process_is_told_and_put_back(caught):
+    caught(LossSuite, SwitchesTheDtype)
+    assert caught.texts[GIVEN].startswith("its call changes the default dtype (torch.float32 before, torch.float64 after)")
+    assert torch.get_default_dtype() == torch.float32
+
+
+def test_arguments_that_are_changed_are_told(caught):
+    suite = type("Suite", (LossSuite,), {"packing": False, "loss_args": ADVANTAGES})
+    caught(suite, ClampsItsArguments)
+    assert caught.texts[GIVEN].startswith("it changes arguments: advantages")
+
+
+def test_random_numbers_are_told_from_a_fault_and_allowed(caught):
+    assert HALVES in caught(LossSuite, Drops)
+    assert all("say deterministic = False" in caught.texts[test] for test in (HALVES, KEEPS, GIVEN))
+    assert caught(LossSuite, Drops, deterministic=False) == set(), caught.texts
+    assert caught.left_out[HALVES] == "deterministic is off"
+    assert KEEPS in caught(LossSuite, type("DropsSeeded", (Seeds, Drops), {}), deterministic=False)
+
+
+def test_what_is_no_loss_is_told_once(caught):
+    assert "Write: class NoLoss(Loss)" in caught.once(LossSuite, NoLoss)
 
 
 def test_float32_is_told_from_a_fault_and_allowed(caught):

@@ -243,6 +243,29 @@ class SaysYes(Right):
         return {**super().calculate(), "counted": True} if int(self.count) else {}
 
 
+class AddsAField(Right):
+    def accumulate(self, inputs, outputs):
+        inputs["trained"] = inputs["labels"] != -100
+        super().accumulate(inputs, outputs)
+
+
+class TakesAField(Right):
+    def accumulate(self, inputs, outputs):
+        super().accumulate(inputs, outputs)
+        outputs.pop("logps")
+
+
+class TurnsGradientsOff(Right):
+    def accumulate(self, inputs, outputs):
+        torch.set_grad_enabled(False)
+        super().accumulate(inputs, outputs)
+
+
+class GivesANumber(Right):
+    def calculate(self):
+        return next(iter(super().calculate().values()), {})
+
+
 RANKS = {"test_ranks_merge_into_one", "test_merging_is_associative"}
 EMPTY, RESET = "test_an_empty_window_has_no_numbers", "test_reset_forgets_everything"
 PACKED, OUTLIVES = "test_packing_changes_nothing", "test_its_state_outlives_a_reset"
@@ -274,6 +297,9 @@ def test_the_right_one_passes(caught):
         (Aliases, {"test_the_state_is_plain"}),
         (DeclaresUnread, {"test_asks_for_what_it_declares"}),
         (Draws, {"test_changes_nothing_that_it_is_given"}),
+        (AddsAField, {"test_changes_nothing_that_it_is_given"}),
+        (TakesAField, {"test_changes_nothing_that_it_is_given"}),
+        (TurnsGradientsOff, {"test_changes_nothing_that_it_is_given"}),
         (SaysYes, {"test_numbers_are_numbers"}),
         (Tensors, {"test_numbers_are_numbers"}),
         (Writes, {"test_changes_nothing_that_it_is_given"}),
@@ -299,6 +325,11 @@ def test_a_metric_that_keeps_its_sums_on_the_class_is_caught(caught):
 def test_rounding_is_told_from_a_fault_and_allowed_by_a_tolerance(caught):
     assert caught(MetricSuite, InFloat32)
     assert caught(MetricSuite, InFloat32, tolerance=1e-2) == set(), caught.texts
+
+
+def test_numbers_without_names_are_told(caught):
+    caught(MetricSuite, GivesANumber)
+    assert "no dict: name -> number" in caught.texts["test_two_accumulations_are_one"]
 
 
 def test_needs_that_are_no_set_are_told_once(caught):

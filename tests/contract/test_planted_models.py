@@ -395,6 +395,40 @@ class NoPythonRestore(SessionModel):
         return found
 
 
+class TrainsInEval(OfEngine):
+    """As a model from a library that gives it in evaluation mode: nothing is ever dropped."""
+
+    def forward(self, batch, needs, *, train, **kwargs):
+        found = {module: module.training for module in self.module.modules()}
+        self.module.eval()
+        try:
+            return super().forward(batch, needs, train=train, **kwargs)
+        finally:
+            for module, mode in found.items():
+                module.training = mode
+
+
+class SeedsEvaluations(OfEngine):
+    def forward(self, batch, needs, *, train, **kwargs):
+        if not train:
+            torch.manual_seed(0)
+        return super().forward(batch, needs, train=train, **kwargs)
+
+
+class OfTraining(SessionModel):
+    """Whatever metric is asked for."""
+
+    def calculate_metric(self, is_training=True, **kwargs):
+        return super().calculate_metric(True, **kwargs)
+
+
+class NoBiases(Shifts):
+    """Of the whole model, all but biases are trained."""
+
+    def parameters(self, name):
+        return {key: p for key, p in super().parameters(name).items() if not key.endswith("bias")}
+
+
 def ignoring(verb):
     """A model whose verb does nothing."""
     return type(f"Ignores_{verb}", (SessionModel,), {verb: lambda self, *args, **kwargs: None})
@@ -466,6 +500,10 @@ GIVEN, USED, RESUMED = "test_losses_get_what_they_need", "test_what_is_set_is_us
         ({"engine": Doubles}, {GRADIENT}),
         ({"engine": TurnsEval}, {MODE, FLAGS}),
         ({"engine": KeepsDropout}, {MODE}),
+        ({"engine": TrainsInEval}, {"test_training_is_in_training_mode"}),
+        ({"engine": SeedsEvaluations}, {"test_random_numbers_go_on"}),
+        ({"model_cls": OfTraining}, {USED}),
+        ({"store": NoBiases, "full_parameters": True, "adapters": False}, {"test_all_that_can_be_trained_is"}),
         ({"engine": SaysFinite}, {FINITE}),
         ({"engine": NoTemperature}, {"test_a_temperature_divides_the_logits"}),
         ({"engine": AllFields}, {GIVEN}),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import sys
 import types
+import warnings
 
 import pytest
 import torch
@@ -319,18 +321,116 @@ def _uproot():
             delattr(owner, name)
 
 
+class Norm(torch.nn.Module):
+    def __init__(self, found):
+        super().__init__()
+        self.weight, self.bias, self.eps, self.normalized_shape = found.weight, found.bias, found.eps, found.normalized_shape
+
+    def forward(self, x):
+        return wrapper(self, x)
+
+
+class Replaces(Patch):
+    """The module itself, by one that has its parameters."""
+
+    def __init__(self):
+        self.found = None
+
+    def made(self, norm):
+        return Norm(norm)
+
+    def apply(self, model):
+        if self.found is None and isinstance(getattr(model.module, "norm", None), torch.nn.LayerNorm):
+            self.found = model.module.norm
+            model.module.norm = self.made(self.found)
+
+    def undo(self, model):
+        if self.found is not None:
+            model.module.norm, self.found = self.found, None
+
+
+class CopiesWeights(Replaces):
+    """What is trained while it is applied, its undo forgets."""
+
+    def made(self, norm):
+        return Norm(copy.deepcopy(norm))
+
+
+class RenamesWeights(Replaces):
+    """The patched model's checkpoints fit no model without the patch."""
+
+    def made(self, norm):
+        return torch.nn.Sequential(norm)
+
+
+class FirstShapeCounts(Replaces):
+    """What is made for the first batch is taken for all."""
+
+    def made(self, norm):
+        module, kept = Norm(norm), []
+
+        def forward(x):
+            kept.append(torch.ones_like(x))
+            return wrapper(module, x) * kept[0]
+
+        module.forward = forward
+        return module
+
+
+class OneModelOnly(Replaces):
+    """Its class says that it is applied."""
+
+    applied = False
+
+    def apply(self, model):
+        if not OneModelOnly.applied:
+            super().apply(model)
+            OneModelOnly.applied = True
+
+    def undo(self, model):
+        super().undo(model)
+        OneModelOnly.applied = False
+
+
+class TrainsAll(Replaces):
+    """Unfreezes what was frozen."""
+
+    def apply(self, model):
+        super().apply(model)
+        model.module.requires_grad_(True)
+
+
+class SeedsTorch(Replaces):
+    """For a start that is the same each time."""
+
+    def made(self, norm):
+        torch.manual_seed(0)
+        return Norm(norm)
+
+
+class Silences(Replaces):
+    """Takes warnings away for ever."""
+
+    def apply(self, model):
+        warnings.filterwarnings("ignore", category=ImportWarning)
+        super().apply(model)
+
+
 ATTRIBUTES, USED, TWICE = (
     "test_undo_restores_attributes_and_methods",
     "test_undo_after_use_leaves_nothing",
     "test_twice_is_once",
 )
+SECOND, PARAMETERS = "test_a_second_model_is_patched_too", "test_parameters_are_the_same"
 GRADIENTS, UNDONE = "test_gradients_are_the_same", "test_undo_without_apply_does_nothing"
 EVALUATED = "test_undo_in_evaluation_mode_leaves_nothing"
 LEFT = {ATTRIBUTES, USED, TWICE, EVALUATED}
 
 
-def test_the_right_one_passes(caught):
-    assert caught(PatchSuite, Right) == set(), caught.texts
+@pytest.mark.parametrize("patch", [Right, Replaces])
+def test_the_right_one_passes(caught, patch):
+    assert caught(PatchSuite, patch) == set(), caught.texts
+    assert not caught.left_out
 
 
 @pytest.mark.parametrize(
@@ -377,7 +477,7 @@ def test_what_is_left_on_classes_and_modules_is_named(caught, patch, says):
         (TwiceDeep, {TWICE, UNDONE}),
         (OnlyOnce, {"test_can_be_applied_again"}),
         (ChangesWhat, {"test_computes_the_same", GRADIENTS}),
-        (Nothing, {"test_changes_something"}),
+        (Nothing, {"test_changes_something", SECOND}),
         (Detaches, {GRADIENTS}),
         (DoublesGradients, {GRADIENTS}),
         (HasNoBackward, {GRADIENTS}),
@@ -386,11 +486,22 @@ def test_what_is_left_on_classes_and_modules_is_named(caught, patch, says):
         (UndoOnce, {UNDONE}),
         (OutputsInDouble, {"test_computes_the_same"}),
         (HooksInEvaluation, {EVALUATED}),
+        (CopiesWeights, {PARAMETERS}),
+        (RenamesWeights, {PARAMETERS, GRADIENTS}),
+        (OneModelOnly, {SECOND}),
+        (TrainsAll, {"test_frozen_weights_stay_frozen"}),
+        (SeedsTorch, {"test_random_numbers_go_on"}),
+        (Silences, {*LEFT, "test_what_it_is_not_for_is_left_alone"}),
         (HalfWay, {"test_what_it_is_not_for_is_left_alone"}),
     ],
 )
 def test_a_fault_is_caught_by_the_tests_about_it(caught, patch, tests):
     assert caught(PatchSuite, patch) == tests, caught.texts
+
+
+def test_a_patch_that_keeps_the_first_shape_is_caught(caught):
+    tests = caught(PatchSuite, FirstShapeCounts)
+    assert tests >= {"test_computes_the_same", GRADIENTS} and ATTRIBUTES not in tests
 
 
 def test_weights_that_are_changed_are_caught(caught):

@@ -221,12 +221,44 @@ class RefusesLongOnes(Changed):
 
 
 class OnlyIdsAndLabels(Changed):
-    """Right: other fields are left out."""
+    """Right: other fields are left out, and images are refused."""
+
+    def collate(self, rows):
+        for index, row in enumerate(rows):
+            if "pixel_values" in row:
+                raise BadRow.field(index, "pixel_values", "is not taken here")
+        return super().collate(rows)
 
     def changed(self, batch):
         return {k: batch[k] for k in ("input_ids", "labels", "attention_mask", "position_ids") if k in batch}
 
 
+class DropsImages(Changed):
+    def changed(self, batch):
+        return {k: v for k, v in batch.items() if k not in ("pixel_values", "image_grid_thw", "row_counts")}
+
+
+class ForgetsCounts(Changed):
+    def changed(self, batch):
+        return {k: v for k, v in batch.items() if k != "row_counts"}
+
+
+class StacksImages(Changed):
+    """[rows, patches, D], where all rows have as many."""
+
+    def changed(self, batch):
+        sizes = set((batch.get("row_counts") or {}).get("pixel_values", ()))
+        if len(sizes) == 1:
+            batch["pixel_values"] = batch["pixel_values"].unflatten(0, (-1, *sizes))
+        return batch
+
+
+class LastImagesFirst(Changed):
+    def changed(self, batch):
+        return {**batch, "pixel_values": batch["pixel_values"].flip(0)} if "pixel_values" in batch else batch
+
+
+IMAGES = "test_images_come_back"
 BACK, TRAINED, TOKENS = "test_rows_come_back", "test_nothing_is_trained_in_padding", "test_tokens_are_conserved"
 POSITIONS, RANKS, SINGLE = (
     "test_positions_count_within_rows",
@@ -259,7 +291,7 @@ def test_the_right_one_passes(caught, options):
         (PackedPositions, {POSITIONS}),
         (PackedMask, {TOKENS}),
         (WrongLengths, {BACK, ANY, OTHERS, TOKENS, POSITIONS, RANKS}),
-        (Sorts, {BACK, ANY, OTHERS, TOKENS, POSITIONS, RANKS}),
+        (Sorts, {BACK, ANY, OTHERS, TOKENS, POSITIONS, RANKS, IMAGES}),
         (Writes, {"test_changes_no_row"}),
         (FillsUp, {"test_refuses_rows_that_do_not_fit"}),
         (Int32, {"test_fields_are_tensors"}),
@@ -271,6 +303,10 @@ def test_the_right_one_passes(caught, options):
         (DropsDoubles, {ANY}),
         (SixteenBits, {ANY}),
         (FlipsAdvantages, {OTHERS}),
+        (DropsImages, {IMAGES}),
+        (ForgetsCounts, {IMAGES}),
+        (StacksImages, {IMAGES}),
+        (LastImagesFirst, {IMAGES}),
         (MakesLabels, {"test_nothing_is_trained_where_no_row_has_labels"}),
     ],
 )

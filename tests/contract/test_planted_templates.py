@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import socket
 import urllib.request
 
@@ -40,7 +41,8 @@ class FindsByText(Right):
     def encode(self, trajectory, **kwargs):
         row = super().encode(trajectory, **kwargs)
         if isinstance(row, dict) and "labels" in row:
-            ids, wanted = row["input_ids"], self.tokenizer(trajectory["messages"][-1]["content"])["input_ids"]
+            ids, words = row["input_ids"], trajectory["messages"][-1]["content"]
+            wanted = self.tokenizer(words if isinstance(words, str) else "-")["input_ids"]
             for at in range(1, len(ids) - len(wanted) + 1):
                 if ids[at : at + len(wanted)] == wanted:
                     row["labels"][at - 1 : at - 1 + len(wanted)] = wanted
@@ -115,7 +117,8 @@ class Writes(Right):
     """Puts a system message into the data set's own conversation."""
 
     def encode(self, trajectory, **kwargs):
-        if isinstance(trajectory["messages"], list) and trajectory["messages"][0]["role"] != "system":
+        messages = trajectory["messages"]
+        if isinstance(messages, list) and messages and messages[0].get("role") == "user":
             trajectory["messages"].insert(0, {"role": "system", "content": "Be kind."})
         return super().encode(trajectory, **kwargs)
 
@@ -292,6 +295,57 @@ class Sorts(Right):
 UNKNOWN, PARSES = "test_an_unknown_strategy_is_refused", "test_parses_a_completion"
 
 
+class LeavesOutWhatItRefuses(Right):
+    def batch_encode(self, trajectories, **kwargs):
+        return super().batch_encode([t for t in trajectories if self.check(t) is None], **kwargs)
+
+
+class Spoken(Right):
+    """What ``said`` makes of the messages is encoded."""
+
+    def encode(self, trajectory, **kwargs):
+        messages = trajectory["messages"]
+        if isinstance(messages, list) and all(isinstance(m, dict) for m in messages):
+            trajectory = {**trajectory, "messages": self.said(copy.deepcopy(messages))}
+        return super().encode(trajectory, **kwargs)
+
+
+class SaysNone(Spoken):
+    def said(self, messages):
+        return [{**m, "content": str(m.get("content"))} for m in messages]
+
+
+class LeavesOutCalls(Spoken):
+    def said(self, messages):
+        return [{k: v for k, v in m.items() if k != "tool_calls"} for m in messages]
+
+
+class TheLastOfARoleSpeaks(Spoken):
+    def said(self, messages):
+        return [m for m, after in zip(messages, [*messages[1:], {}], strict=False) if m.get("role") != after.get("role")]
+
+
+class FailsAsPythonDoes(Spoken):
+    def said(self, messages):
+        return [{**m, "content": m["content"]} for m in messages]
+
+
+class ParsesNoSilence(Right):
+    def parse(self, text):
+        return super().parse(text[0] + text[1:])
+
+
+class SaysTheWholeLength(Right):
+    """Of the conversation, in each piece."""
+
+    def encode(self, trajectory, **kwargs):
+        rows = super().encode(trajectory, **kwargs)
+        return [{**row, "length": sum(r["length"] for r in rows)} for row in rows] if isinstance(rows, list) else rows
+
+
+SAID = "test_what_is_said_is_shown_or_refused"
+
+
 def test_the_right_one_passes(caught):
     assert caught(TemplateSuite, Right) == set(), caught.texts
 
@@ -335,6 +389,13 @@ def test_the_right_one_passes(caught):
         (DropsTools, {"test_other_roles_are_shown_or_refused"}),
         (ChecksTheShapeAlone, {"test_check_says_what_encode_does"}),
         (CutsWithALabel, {"test_truncation"}),
+        (LeavesOutWhatItRefuses, {"test_batches_are_single_rows"}),
+        (SaysNone, {SAID}),
+        (LeavesOutCalls, {SAID}),
+        (TheLastOfARoleSpeaks, {SAID}),
+        (FailsAsPythonDoes, {SAID, "test_check_says_what_encode_does"}),
+        (ParsesNoSilence, {PARSES}),
+        (SaysTheWholeLength, {"test_truncation"}),
         (Sorts, {"test_batches_are_single_rows"}),
     ],
 )

@@ -15,6 +15,7 @@ from twinkle_core.testing.suites.base import capability
 from twinkle_core.testing.suites.loss_case import Case, assert_finite, number
 from twinkle_core.testing.suites.loss_manners import LossManners
 from twinkle_core.testing.suites.outputs import HiddenStates, outputs_of, tiny_lm
+from twinkle_core.testing.suites.training import seeded
 from twinkle_core.train import losses, micro
 from twinkle_core.types import IGNORE_INDEX, InputFeature, LossOutput
 
@@ -36,6 +37,8 @@ class LossSuite(LossManners):
 
     * ``float64``: computes in float64 when it is given float64 (needed by ``test_gradients_are_those_of_the_formula``). Without
       it sums are compared as float32 rounds them.
+    * ``deterministic``: gives the same for the same batch. A loss that draws random numbers says False: what compares two calls
+      is left out, and gradients are checked with torch's seed set.
     * ``packing``: takes packed batches ``[1, T]`` with ``seq_lens`` as well as padded ones.
     """
 
@@ -172,6 +175,7 @@ class LossSuite(LossManners):
 
     # ------------------------------------------------------------------------------------------------ how it may be cut
 
+    @capability("deterministic")
     def test_halves_add_up_as_its_scope_says(self, loss: Any, rows: Any, loss_args: Any) -> None:
         """Sum, weight and gradients of a batch are those of its halves added; for scope ``batch`` they are not."""
         assert loss.scope in ("token", "row", "group", "batch"), f"scope is {loss.scope!r}; it is token, row, group or batch"
@@ -269,7 +273,8 @@ class LossSuite(LossManners):
         hidden = case.model(case.inputs).detach().requires_grad_()
 
         def total(given: torch.Tensor) -> torch.Tensor:
-            return case.call(HiddenStates(case.model, given)).sum
+            with seeded():
+                return case.call(HiddenStates(case.model, given)).sum
 
         assert total(hidden).dtype == torch.float64, (
             "its sum is not float64 for float64 outputs: cast with .float() only what is of lower precision, or say "

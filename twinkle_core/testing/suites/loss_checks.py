@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 import math
 import pickle
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import pytest
@@ -17,6 +18,7 @@ from twinkle_core.isolation import attempt
 from twinkle_core.testing.suites.base import Suite
 from twinkle_core.testing.suites.loss_case import Case, number
 from twinkle_core.testing.suites.outputs import needs_a_set
+from twinkle_core.testing.suites.switches import put_back
 from twinkle_core.testing.toys import random_rows
 from twinkle_core.train import losses
 from twinkle_core.types import InputFeature, LossOutput
@@ -31,6 +33,7 @@ class LossChecks(Suite):
     """What all checks of losses share; see ``LossSuite``."""
 
     kind: ClassVar[str] = "loss"
+    deterministic: ClassVar[bool] = True
     float64: ClassVar[bool] = True
     packing: ClassVar[bool] = True
 
@@ -62,11 +65,20 @@ class LossChecks(Suite):
         return {}
 
     @pytest.fixture(autouse=True)
+    def _switches_stay(self) -> Iterator[None]:
+        """For the next test; one is about them. And where torch's random numbers are is kept."""
+        self._numbers = torch.get_rng_state()
+        with put_back():
+            yield
+
+    @pytest.fixture(autouse=True)
     def _can_be_called(self, loss: Any, loss_args: Mapping[str, Any]) -> None:
         """With the arguments that are there; and what its class holds before the first call is kept."""
         kept_on_class(type(loss))
         if not isinstance(loss, Loss):
-            return  # test_keeps_its_contract says so
+            name = type(loss).__name__
+            why = f"it does not derive from twinkle_core.Loss. Write: class {name}(Loss)"
+            raise self.unusable(CannotBuild.because(self.kind, name, why))
         name = losses.name_of(loss)
         try:
             losses.check_args(loss, loss_args)
@@ -87,11 +99,15 @@ class LossChecks(Suite):
         return math.isclose(a, b, rel_tol=self.tolerances[0], abs_tol=self.tolerances[1])
 
     def _hint(self, pairs: Sequence[tuple[float, float]]) -> str:
-        """What numbers that are nearly the same are told."""
+        """What numbers that are nearly the same, or of a loss that draws, are told."""
+        if not torch.equal(self._numbers, torch.get_rng_state()):
+            return "\n    It draws random numbers: where that is meant, say deterministic = False in its suite"
         near = self.float64 and all(math.isclose(a, b, rel_tol=1e-5, abs_tol=1e-6) for a, b in pairs)
         return "\n    They agree to float32's rounding: if it computes in float32, say float64 = False" if near else ""
 
     def _same(self, one: LossOutput, other: LossOutput, why: str) -> None:
+        if not self.deterministic:
+            pytest.skip("deterministic is off")
         pairs = [(number(one.sum), number(other.sum)), (number(one.weight), number(other.weight))]
         shown = f"sum {pairs[0][0]:.8g} and weight {pairs[1][0]:.8g}, against {pairs[0][1]:.8g} and {pairs[1][1]:.8g}"
         assert all(self._close(a, b) for a, b in pairs), f"{why}\n    {shown}{self._hint(pairs)}"
@@ -111,6 +127,17 @@ def kept_on_class(cls: type) -> dict[str, bytes]:
     if cls not in _AT_FIRST:
         _AT_FIRST[cls] = held_by_class(cls)
     return _AT_FIRST[cls]
+
+
+def has_graph(value: Any) -> bool:
+    """Whether a tensor that was computed with a graph is in there."""
+    if isinstance(value, Mapping):
+        return any(map(has_graph, value.values()))
+    if isinstance(value, list | tuple | set | deque):
+        return any(map(has_graph, value))
+    if isinstance(value, LossOutput):
+        return has_graph((value.sum, value.weight))
+    return isinstance(value, torch.Tensor) and value.grad_fn is not None
 
 
 def held_by_class(cls: type) -> dict[str, bytes]:

@@ -12,8 +12,10 @@ import torch
 
 from twinkle_core.isolation import attempt, describe
 from twinkle_core.testing.suites.loss_case import Case, number
-from twinkle_core.testing.suites.loss_checks import LossChecks, held_by_class, kept_on_class
+from twinkle_core.testing.suites.loss_checks import LossChecks, has_graph, held_by_class, kept_on_class
 from twinkle_core.testing.suites.outputs import COMPUTED, Watched, outputs_of
+from twinkle_core.testing.suites.switches import changed as changed_switches
+from twinkle_core.testing.suites.switches import switches
 from twinkle_core.train import losses, micro
 
 
@@ -51,12 +53,20 @@ class LossManners(LossChecks):
     def test_changes_nothing_that_it_is_given(self, loss: Any, rows: Any, loss_args: Any) -> None:
         """Two calls with the same batch give the same, and leave it as it was."""
         case = Case(loss, rows, loss_args)
+        standing = switches()
         outputs = outputs_of(case.model, case.inputs, case.needs)
-        before = [_tensors(case.inputs), _tensors(outputs)]
+        before = [_tensors(case.inputs), _tensors(outputs), _tensors(case.args)]
+        case.call()  # what it returns is looked at there
         first, second = (loss(case.inputs, outputs, **case.args) for _ in range(2))
-        for kept, now, what in zip(before, (case.inputs, outputs), ("inputs", "outputs"), strict=True):
+        for kept, now, what in zip(before, (case.inputs, outputs, case.args), ("inputs", "outputs", "arguments"), strict=True):
             changed = sorted(k for k, v in kept.items() if not torch.equal(v.nan_to_num(), now[k].detach().nan_to_num()))
-            assert not changed, f"it changes {what}: {', '.join(changed)}. Metrics and other losses read them too; copy first"
+            assert not changed, f"it changes {what}: {', '.join(changed)}. Others read them too; copy first"
+        switched = changed_switches(standing)
+        assert not switched, f"its call changes {switched[0]} for the whole process"
+        backwards = [name for name, weight in case.model.named_parameters() if weight.grad is not None]
+        assert not backwards, (
+            f"it calls backward itself ({backwards[0]} has a gradient): return the sum, training goes backward"
+        )
         self._same(first, second, "the second call with the same batch differs from the first: keep nothing between calls")
 
     def test_keeps_nothing_between_batches(self, loss: Any, rows: Any, loss_args: Any) -> None:
@@ -68,7 +78,12 @@ class LossManners(LossChecks):
         case = Case(used, rows, loss_args)
         outputs = outputs_of(case.model, case.inputs, case.needs)
         fields = [set(case.inputs), set(outputs)]
-        self._same(first, case.call(), "after another batch it gives another result: it keeps something of that one")
+        again = case.call()
+        graphs = sorted(k for k, v in vars(used).items() if has_graph(v))
+        assert not graphs, (
+            f"after a call its {graphs[0]} holds a tensor with a graph, and with it the memory of the whole step: keep "
+            "x.detach(), or give numbers in LossOutput.metrics"
+        )
         now = held_by_class(type(used))
         kept = sorted(
             k for k in now.keys() | kept_on_class(type(used)).keys() if now.get(k) != kept_on_class(type(used)).get(k)
@@ -83,6 +98,7 @@ class LossManners(LossChecks):
         more = sorted((set(case.inputs) - fields[0]) | (set(outputs) - fields[1]))
         assert not more, f"it puts {', '.join(more)} into the batch: others read it too; copy first"
         assert not torch.equal(*states), "it seeds torch's random numbers, and dropout with them: use a torch.Generator"
+        self._same(first, again, "after another batch it gives another result: it keeps something of that one")
 
     def test_its_own_numbers_add_up(self, loss: Any, rows: Any, loss_args: Any) -> None:
         """Each of ``LossOutput.metrics`` is a sum and a weight without a graph; halves add up; padding is not in it."""
@@ -93,6 +109,8 @@ class LossManners(LossChecks):
             pytest.skip("it has no numbers of its own")
         graphs = [n for n, pair in numbers.items() if any(isinstance(v, torch.Tensor) and v.requires_grad for v in pair)]
         assert not graphs, f"metrics: {graphs[0]} has a graph, which keeps the memory of each step: .detach() it"
+        if not self.deterministic:
+            pytest.skip("deterministic is off")
         padded = Case(loss, rows, loss_args, pad_to_multiple_of=16).call().metrics or {}
         cut = sum(sizes[: len(sizes) // 2])
         parts = [whole.rows_from(part).call().metrics or {} for part in (range(cut), range(cut, len(rows)))]

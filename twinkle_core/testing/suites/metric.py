@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import pytest
@@ -16,6 +16,8 @@ from twinkle_core.isolation import attempt, describe
 from twinkle_core.processors.input import InputProcessor
 from twinkle_core.testing.suites.base import Suite
 from twinkle_core.testing.suites.outputs import COMPUTED, Watched, needs_a_set, outputs_of, tiny_lm
+from twinkle_core.testing.suites.switches import changed as changed_switches
+from twinkle_core.testing.suites.switches import put_back, switches
 from twinkle_core.testing.toys import random_rows
 from twinkle_core.train.losses import OF_CORE
 from twinkle_core.types import IGNORE_INDEX, InputFeature, ModelOutput
@@ -48,6 +50,12 @@ class MetricSuite(Suite):
         built = super().build(**options)
         needs_a_set(self, built)
         return built
+
+    @pytest.fixture(autouse=True)
+    def _switches_stay(self) -> Iterator[None]:
+        """For the next test; one is about them."""
+        with put_back():
+            yield
 
     @pytest.fixture
     def metric(self) -> Any:
@@ -142,12 +150,17 @@ class MetricSuite(Suite):
         """Batches are left as they were, and so are torch's random numbers: a metric that is added changes no training."""
         inputs = InputProcessor().collate(rows)
         given = outputs(inputs)
+        fields = [set(inputs), set(given)]
         before = {k: v.detach().clone() for k, v in {**inputs, **given}.items() if isinstance(v, torch.Tensor)}
-        numbers = torch.get_rng_state()
+        numbers, standing = torch.get_rng_state(), switches()
         metric.accumulate(inputs, given)
         assert torch.equal(numbers, torch.get_rng_state()), (
             "accumulate() draws or seeds torch's random numbers, and dropout changes with them: use a torch.Generator"
         )
+        switched = changed_switches(standing)
+        assert not switched, f"accumulate() changes {switched[0]} for the whole process"
+        other = sorted((fields[0] ^ set(inputs)) | (fields[1] ^ set(given)))
+        assert not other, f"accumulate() puts {', '.join(other)} into the batch or takes it out: others read it too; copy first"
         after: Mapping[str, Any] = {**inputs, **given}
         changed = sorted(k for k, v in before.items() if not torch.equal(v.nan_to_num(), after[k].detach().nan_to_num()))
         assert not changed, f"accumulate() changes {', '.join(changed)}: others read them too; copy first"
@@ -273,7 +286,9 @@ class MetricSuite(Suite):
         """The numbers after windows, each a list of batches, each a list of rows; in ``keep``, or in a copy."""
         used = keep if keep is not None else copy.deepcopy(metric)
         self._feed(used, windows, outputs, **processor)
-        return dict(used.calculate())
+        numbers = used.calculate()
+        assert isinstance(numbers, dict), f"calculate() gives {numbers!r}, no dict: name -> number, {{}} for an empty window"
+        return numbers
 
     def _feed(self, used: Metric, windows: Any, outputs: Any, **processor: Any) -> None:
         """The windows, without asking for numbers."""

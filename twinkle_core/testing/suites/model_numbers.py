@@ -38,6 +38,23 @@ class Watching(Loss):
         return LossOutput(outputs.logps[held].sum() * self.factor, held.sum())
 
 
+class Reaching(Watching):
+    """Notes which parameters of a network its gradient reaches, and how large it is there."""
+
+    def __init__(self, network: torch.nn.Module) -> None:
+        super().__init__()
+        self.network = network
+        self.reached: dict[str, float] = {}
+
+    def __call__(self, inputs: InputFeature, outputs: ModelOutput, *args: Any, **loss_args: Any) -> LossOutput:
+        result = super().__call__(inputs, outputs)
+        trained = {key: p for key, p in self.network.named_parameters() if p.requires_grad}
+        if trained and result.sum.requires_grad:
+            found = torch.autograd.grad(result.sum, list(trained.values()), allow_unused=True, retain_graph=True)
+            self.reached = {key: float(g.abs().max()) for key, g in zip(trained, found, strict=True) if g is not None}
+        return result
+
+
 class Counting(InputProcessor):
     """The default one, which counts its batches."""
 
@@ -109,6 +126,25 @@ class ModelNumbers(ModelChecks):
         length = distance(gradient, {key: torch.zeros_like(value) for key, value in gradient.items()})
         assert length == pytest.approx(norm, rel=1e-3), (
             f"the norm of the gradient is said to be {norm:.6g}, and SGD moved the weights by {length:.6g} times its lr"
+        )
+
+    def test_all_that_can_be_trained_is(self, name: str, rows: Rows) -> None:
+        """Each parameter of the network that is not frozen and that the loss depends on is moved by an update."""
+        model = self.ready(name)
+        network = self.network(model)
+        reaching = Reaching(network)
+        model.set_loss(reaching, adapter_name=name)
+        before = {key: p.detach().clone() for key, p in network.named_parameters()}
+        train(model, name, [rows])
+        least = 1e-3 * max(reaching.reached.values(), default=0.0)
+        still = [
+            key
+            for key, size in reaching.reached.items()
+            if size > least and torch.equal(before[key], network.get_parameter(key).detach())
+        ]
+        assert not still, (
+            f"{still[0]} has a gradient and is not moved by an update ({len(still)} of {len(reaching.reached)}): parameters() "
+            "of the adapter store names all that is trained; what is not to be trained has requires_grad False"
         )
 
     def test_a_window_begins_with_no_gradient(self, name: str, rows: Rows) -> None:
@@ -221,6 +257,12 @@ class ModelNumbers(ModelChecks):
         assert counting.batches, "set_processor(): the processor that was set made no batch"
         said = model.calculate_metric(adapter_name=name).get("loss")
         assert said == pytest.approx(found, rel=1e-4), f"add_metric('loss'): it says {said}, and the loss was {found}"
+        model.add_metric("loss", is_training=False, adapter_name=name)
+        model.forward_backward(rows[:1], adapter_name=name)
+        model.forward_only(rows, adapter_name=name)
+        said = model.calculate_metric(is_training=False, adapter_name=name).get("loss")
+        assert said == pytest.approx(found, rel=1e-4), f"add_metric('loss', is_training=False): it says {said}, not {found}"
+        assert model.get_train_configs(adapter_name=name), "get_train_configs() says nothing"
         model.apply_patch(marks)
         assert len(marks.given) == 1, f"apply_patch(): the patch was applied {len(marks.given)} times"
         self.network(marks.given[0])

@@ -39,22 +39,54 @@ class ModelState(ModelChecks):
         modules = dict(self.network(model).named_modules())
         odd = list(modules)[-1]
         modules[odd].eval()
-        before, seen = self.flags(model), dict[str, bool]()
-
-        def note(key: str) -> Callable[..., None]:
-            def hook(module: torch.nn.Module, *args: Any) -> None:
-                seen[key] = module.training
-
-            return hook
-
-        hooks = [module.register_forward_pre_hook(note(key)) for key, module in modules.items()]
-        model.forward_only(rows, adapter_name=name)
-        for one in hooks:
-            one.remove()
+        before = self.flags(model)
+        seen = self._training_in(model, lambda: model.forward_only(rows, adapter_name=name))
         dropping = [key or "the network" for key, training in seen.items() if training]
         assert not dropping, f"forward_only computes in training mode ({dropping[0]}): dropout is on"
         changed = [key for key, flag in self.flags(model).items() if flag != before[key]]
         assert not changed, f"forward_only leaves another {changed[0]} behind; it puts back what it found, module by module"
+
+    def test_training_is_in_training_mode(self, name: str, rows: Rows) -> None:
+        """With dropout, if the model has any."""
+        model = self.ready(name)
+        seen = self._training_in(model, lambda: model.forward_backward(rows, adapter_name=name), graph=True)
+        assert next(iter(seen.values()), True), (  # of the first that ran: losses may call the output layer later
+            "forward_backward computes in evaluation mode, so nothing is ever dropped: call module.train() when the model is "
+            "built (transformers' from_pretrained gives models in evaluation mode), and in forward() leave it"
+        )
+
+    def _training_in(self, model: Any, call: Callable[[], Any], graph: bool = False) -> dict[str, bool]:
+        """Whether each module that ran was in training mode, in the order in which they ran.
+
+        Args:
+            graph: only of calls with gradients on: engines probe a model without.
+        """
+        seen: dict[str, bool] = {}
+
+        def note(key: str) -> Callable[..., None]:
+            def hook(module: torch.nn.Module, *args: Any) -> None:
+                if torch.is_grad_enabled() or not graph:
+                    seen[key] = module.training
+
+            return hook
+
+        hooks = [module.register_forward_pre_hook(note(key)) for key, module in self.network(model).named_modules()]
+        call()
+        for one in hooks:
+            one.remove()
+        return seen
+
+    def test_random_numbers_go_on(self, name: str, rows: Rows) -> None:
+        """Training and evaluation seed nothing: dropout and the order of data would repeat."""
+        model = self.ready(name)
+        for verb in ("forward_only", "forward_backward"):
+            states = []
+            with torch.random.fork_rng(devices=[]):
+                for seed in (1, 2):
+                    torch.manual_seed(seed)
+                    getattr(model, verb)(rows, adapter_name=name)
+                    states.append(torch.get_rng_state())
+            assert not torch.equal(*states), f"{verb}() seeds torch's random numbers: use a torch.Generator"
 
     def test_an_error_leaves_the_flags_alone(self, name: str, rows: Rows) -> None:
         """A loss that raises, in training and in evaluation: what was active and trained before is so afterwards."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import pytest
@@ -13,8 +13,10 @@ from twinkle_core import settings
 from twinkle_core.isolation import attempt
 from twinkle_core.processors.input import InputProcessor
 from twinkle_core.testing.engines import ToyEngine
-from twinkle_core.testing.suites.base import Suite, capability
+from twinkle_core.testing.suites.base import capability
 from twinkle_core.testing.suites.outputs import tiny_lm
+from twinkle_core.testing.suites.patch_use import PatchUse, listed
+from twinkle_core.testing.suites.switches import switches
 from twinkle_core.testing.toys import random_rows
 from twinkle_core.train.single import SingleAdapter
 from twinkle_core.train.verbs import SessionModel
@@ -33,7 +35,7 @@ class TinyModel(SessionModel):
         super().__init__(ToyEngine(module), SingleAdapter(module))
 
 
-class PatchSuite(Suite):
+class PatchSuite(PatchUse):
     """Checks of a Patch: it goes without a trace.
 
     Compared are, of each module of the model: its attributes, parameters, buffers, hooks and class; the attributes of its
@@ -53,8 +55,6 @@ class PatchSuite(Suite):
       ``tolerance``.
     """
 
-    kind: ClassVar[str] = "patch"
-    same_outputs: ClassVar[bool] = True
     tolerance: ClassVar[float] = 1e-5
 
     @pytest.fixture
@@ -72,28 +72,12 @@ class PatchSuite(Suite):
         """The model it is applied to."""
         return TinyModel()
 
-    def modules(self, model: Any) -> Iterator[tuple[str, torch.nn.Module]]:
-        """Name and module of all torch modules in the model: of itself, or of its ``module``."""
-        module = model if isinstance(model, torch.nn.Module) else model.module
-        return module.named_modules()  # type: ignore[no-any-return]
-
     def outputs(self, model: Any) -> Any:
-        """What the model computes for a batch of three rows; a tensor or several."""
-        inputs = InputProcessor().collate(random_rows([3, 5, 2]))
+        """What the model computes for a batch of three rows and a longer one of two; a tensor or several."""
+        batches = _batches()
         if isinstance(model, torch.nn.Module):
-            return model(inputs)
-        return model.forward_only(inputs, return_logits=True)["logits"]
-
-    def test_undo_restores_attributes_and_methods(self, patch: Any, model: Any) -> None:
-        """Every attribute is the object it was; none is left behind. The first test: later ones see what earlier ones left."""
-        before = self._photo(model)
-        patch.apply(model)
-        patch.undo(model)
-        left = _differences(before, self._photo(model))
-        assert not left, (
-            f"after undo() {_listed(left)}. Put back what was found; and what was not there before apply(), delete "
-            "(a method set on an object hides its class's: del it, don't set it)"
-        )
+            return [model(inputs) for inputs in batches]
+        return [model.forward_only(inputs, return_logits=True)["logits"] for inputs in batches]
 
     def test_changes_something(self, patch: Any, model: Any) -> None:
         """Else these checks would say nothing."""
@@ -121,7 +105,7 @@ class PatchSuite(Suite):
         self._outputs(model)
         patch.undo(model)
         left = _differences(before, self._photo(model))
-        assert not left, f"after apply(), a forward and undo(), {_listed(left)}"
+        assert not left, f"after apply(), a forward and undo(), {listed(left)}"
 
     def test_twice_is_once(self, patch: Any, model: Any) -> None:
         """Applied twice the model computes what it does applied once, and one ``undo`` is enough."""
@@ -135,7 +119,7 @@ class PatchSuite(Suite):
         patch.undo(model)
         left = _differences(before, self._photo(model))
         assert not left, (
-            f"after apply(), apply(), undo(), {_listed(left)}: the second apply() took the patched model for the original"
+            f"after apply(), apply(), undo(), {listed(left)}: the second apply() took the patched model for the original"
         )
 
     def test_can_be_applied_again(self, patch: Any, model: Any) -> None:
@@ -194,7 +178,7 @@ class PatchSuite(Suite):
             got = attempt(lambda: patch.undo(model))
             assert got.error is None, f"undo() {way} fails: {got.why}. Where there is nothing to put back, it does nothing"
             left = _differences(before, self._photo(model))
-            assert not left, f"undo() {way} changes the model: {_listed(left)}"
+            assert not left, f"undo() {way} changes the model: {listed(left)}"
 
     def test_flags_stay(self, patch: Any, model: Any) -> None:
         """Modules in evaluation mode and gradients that are there stay so, through ``apply`` and ``undo``."""
@@ -220,7 +204,7 @@ class PatchSuite(Suite):
         patch.apply(model)
         patch.undo(model)
         left = _differences(before, self._photo(model))
-        assert not left, f"of a model in evaluation mode, after undo() {_listed(left)}"
+        assert not left, f"of a model in evaluation mode, after undo() {listed(left)}"
 
     def test_what_it_is_not_for_is_left_alone(self, patch: Any, model: Any) -> None:
         """A network of one linear layer: an error before anything is changed, or nothing that undo() does not put back."""
@@ -233,7 +217,7 @@ class PatchSuite(Suite):
         left = _differences(before, self._photo(other, network.named_modules()))
         assert not left, (
             f"on a model that it is not for, apply() {'fails' if got.error else 'and undo() go through'}, and then "
-            f"{_listed(left)}. Look for all that is to be changed before changing anything"
+            f"{listed(left)}. Look for all that is to be changed before changing anything"
         )
 
     # ------------------------------------------------------------------------------------------------ how
@@ -242,7 +226,7 @@ class PatchSuite(Suite):
         """As ``outputs``, with a graph: a tensor or several."""
         if isinstance(model, torch.nn.Module):
             return self.outputs(model)
-        return model.forward(InputProcessor().collate(random_rows([3, 5, 2])), return_logits=True)["logits"]
+        return [model.forward(inputs, return_logits=True)["logits"] for inputs in _batches()]
 
     def _gradients(self, model: Any) -> dict[str, torch.Tensor]:
         """Of a weighted sum of the outputs, by the parameter's name. What is in ``grad`` stays."""
@@ -265,6 +249,9 @@ class PatchSuite(Suite):
             torch.manual_seed(0)
             found = self.outputs(model)
         return [t.detach().clone() for t in ([found] if isinstance(found, torch.Tensor) else found)]
+
+    def _differences(self, before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+        return _differences(before, after)
 
     def _photo(self, model: Any, modules: Any = None) -> dict[str, Any]:
         """Place -> the object that was there; of tensors their bits too. It holds the objects: no id is used twice."""
@@ -297,6 +284,11 @@ class PatchSuite(Suite):
         return photo
 
 
+def _batches() -> list[Any]:
+    """Of different shapes, as they are in training: what a kernel keeps of the first must not meet the second."""
+    return [InputProcessor().collate(random_rows(lengths)) for lengths in ([3, 5, 2], [8, 6])]
+
+
 def _world() -> dict[str, Any]:
     """What is there for the whole process: functions of torch, hooks of all modules, switches, the environment."""
     photo: dict[str, Any] = {}
@@ -305,13 +297,7 @@ def _world() -> dict[str, Any]:
     for key, value in vars(torch.nn.modules.module).items():
         if key.startswith("_global_") and isinstance(value, Mapping):
             photo[f"of all modules: {key}"] = _part(dict(value))
-    photo["the default dtype"] = str(torch.get_default_dtype())
-    photo["the precision of float32 products"] = torch.get_float32_matmul_precision()
-    photo["the number of threads"] = torch.get_num_threads()
-    photo["deterministic algorithms"] = torch.are_deterministic_algorithms_enabled()
-    photo["gradients on"] = torch.is_grad_enabled()
-    for name in ("benchmark", "deterministic", "enabled", "allow_tf32"):
-        photo[f"torch.backends.cudnn.{name}"] = getattr(torch.backends.cudnn, name)
+    photo |= switches()
     ours = {key: value for key, value in settings.environment().items() if not key.startswith("PYTEST_")}
     return photo | {f"the variable {key}": value for key, value in ours.items()}
 
@@ -366,8 +352,3 @@ def _is(one: Any, other: Any) -> bool:
 
 def _equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
     return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-
-
-def _listed(sentences: list[str]) -> str:
-    more = f", and {len(sentences) - 3} more" if len(sentences) > 3 else ""
-    return ", ".join(sentences[:3]) + more

@@ -94,6 +94,21 @@ class ProcessorSuite(Suite):
             if isinstance(got.value.get(name), torch.Tensor):
                 _assert_rows(_rows_of(got.value, name), [row[name] for row in given], name, "of the batch")
 
+    def test_images_come_back(self, processor: Any, rows: Any) -> None:
+        """Of rows some have images: pixels and grids of all rows one after the other, as many as ``row_counts`` says; or an
+        error. Never left out in silence: the tokens that stand for them are in the rows."""
+        for images in ([[2], [], [1, 3]], [[2], [2], [2]]):
+            given: list[Any] = copy.deepcopy(list(rows[: len(images)]))
+            for index, sizes in enumerate(images):
+                if sizes:
+                    given[index]["pixel_values"] = torch.full((4 * sum(sizes), 3), index + 0.5)
+                    given[index]["image_grid_thw"] = torch.tensor([[1, 2, 2 * size] for size in sizes])
+            got = attempt(lambda given=given: processor.collate(copy.deepcopy(given)))  # type: ignore[misc]
+            if isinstance(got.error, ValueError | KeyError):
+                continue  # told
+            assert got.error is None and got.value is not None, f"rows with images: collate() fails: {got.why}"
+            _assert_joined(given, got.value)
+
     def test_nothing_is_trained_where_no_row_has_labels(self, processor: Any, rows: Any) -> None:
         """Rows of a prompt alone: no labels in the batch, or -100; or an error. Never labels of its own making."""
         given = [{k: v for k, v in row.items() if k != "labels"} for row in rows]
@@ -129,6 +144,7 @@ class ProcessorSuite(Suite):
     def test_nothing_is_trained_in_padding(self, processor: Any, rows: Any) -> None:
         """Labels are -100 wherever no row is, and there are as many labels as the rows have."""
         batch = processor.collate(copy.deepcopy(rows))
+        assert isinstance(batch.get("labels"), torch.Tensor), f"labels of the batch are {batch.get('labels')!r}, no tensor"
         wanted = sum(label != IGNORE_INDEX for row in rows for label in row["labels"])
         found = int((batch["labels"] != IGNORE_INDEX).sum())
         assert found == wanted, (
@@ -251,6 +267,21 @@ def _assert_rows(found: Sequence[torch.Tensor], wanted: Sequence[Any], name: str
     for number, (got, want) in enumerate(zip(found, wanted, strict=True)):
         found_list, wanted_list = got.tolist(), list(want)
         assert found_list == wanted_list, f"{name} {where} differ from what row {number} has: {_apart(found_list, wanted_list)}"
+
+
+def _assert_joined(rows: Sequence[Mapping[str, Any]], batch: Mapping[str, Any]) -> None:
+    for name in ("pixel_values", "image_grid_thw"):
+        found = batch.get(name)
+        assert isinstance(found, torch.Tensor), (
+            f"rows have {name} and the batch has none: join them (processors.input.join_media), or refuse with "
+            "twinkle_core.errors.BadRow"
+        )
+        wanted = [len(row.get(name, ())) for row in rows]
+        counts = list((batch.get("row_counts") or {}).get(name, ()))
+        assert counts == wanted, f"row_counts of {name} are {counts}; the rows have {wanted} entries (join_media says them)"
+        whole = torch.cat([row[name] for row in rows if name in row])
+        same = found.shape == whole.shape and torch.equal(found, whole)
+        assert same, f"{name} of the batch are not those of the rows, one row after the other"
 
 
 def _apart(found: list[Any], wanted: list[Any]) -> str:

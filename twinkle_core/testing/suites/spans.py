@@ -99,6 +99,27 @@ def oddities() -> list[Any]:
     return [{"messages": each} for each in messages]
 
 
+def spoken() -> list[tuple[Any, list[str], list[str]]]:
+    """Conversations, the words of each that a row must hold, and what no row may hold."""
+    hi, ok = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Good evening"}
+    call = {"type": "function", "function": {"name": "get_weather", "arguments": {"city": "Oslo"}}}
+    said = {"role": "assistant", "content": "And goodbye"}
+    parts = {"role": "assistant", "content": [{"type": "text", "text": "Good evening"}]}
+    cases: list[tuple[list[Any], list[str], list[str]]] = [
+        ([hi, ok, said], ["Good evening", "And goodbye"], []),
+        (
+            [{"role": "user", "content": "One question"}, {"role": "user", "content": "Another"}, ok],
+            ["One question", "Another"],
+            [],
+        ),
+        ([hi, parts], ["Good evening"], ["'type'"]),
+        ([hi, {"role": "assistant", "content": None}], [], ["None"]),
+        ([hi, {"role": "assistant"}], [], ["None"]),
+        ([hi, {"role": "assistant", "content": "I look", "tool_calls": [call]}], ["get_weather"], []),
+    ]
+    return [({"messages": messages}, words, never) for messages, words, never in cases]
+
+
 def rows_of(encoded: Any) -> list[Any]:
     """What ``encode`` gave, as a list."""
     return encoded if isinstance(encoded, list) else [] if encoded is None else [encoded]

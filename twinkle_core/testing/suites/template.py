@@ -14,9 +14,10 @@ from typing import Any, ClassVar
 import pytest
 
 from twinkle_core.errors import TwinkleError
-from twinkle_core.isolation import attempt
-from twinkle_core.testing.suites.base import Suite, capability
+from twinkle_core.isolation import attempt, describe
+from twinkle_core.testing.suites.base import capability
 from twinkle_core.testing.suites.spans import answered, oddities, row_of, rows_of, talk, trained_text
+from twinkle_core.testing.suites.template_text import TemplateText
 from twinkle_core.testing.tokenizers import chatml_tokenizer
 from twinkle_core.types import IGNORE_INDEX, Trajectory
 
@@ -24,7 +25,7 @@ from twinkle_core.types import IGNORE_INDEX, Trajectory
 _TOKENIZER = ("model_id", "tokenizer")
 
 
-class TemplateSuite(Suite):
+class TemplateSuite(TemplateText):
     """Checks of a Template, with a small tokenizer that needs no hub.
 
     A constructor's parameter ``model_id`` or ``tokenizer`` is given that tokenizer; other values go into ``arguments``.
@@ -44,11 +45,9 @@ class TemplateSuite(Suite):
     * ``parses``: ``parse`` gives back the text of a completion.
     """
 
-    kind: ClassVar[str] = "template"
     strategies: ClassVar[Sequence[str]] = ("raise", "left", "right", "split", "delete")
     trains_every_turn: ClassVar[bool] = True
     trains_end: ClassVar[bool] = True
-    keeps_edges: ClassVar[bool] = True
     parses: ClassVar[bool] = True
 
     def given(self) -> Mapping[str, Any]:
@@ -91,39 +90,6 @@ class TemplateSuite(Suite):
             ),
             talk(user='你好？ {"a": [1, 2]}\n\n# Titel – größer', assistant="谢谢！ ✨\n```py\nx = 1\n```\nend."),
         ]
-
-    # ------------------------------------------------------------------------------------------------ text and ids
-
-    def test_decoding_gives_the_text_back(self, template: Any, conversations: Any) -> None:
-        """``decode(encode(x)["input_ids"])`` holds what everybody said."""
-        for number, conversation in enumerate(conversations):
-            text = template.decode(row_of(template, conversation)["input_ids"])
-            for turn, message in enumerate(conversation["messages"]):
-                assert message["content"] in text, (
-                    f"conversation {number}, message {turn} ({message['role']}): {message['content']!r} is not in what "
-                    f"decode() makes of the ids: {text!r}"
-                )
-
-    @capability("keeps_edges")
-    def test_spaces_are_kept(self, template: Any) -> None:
-        """Spaces and line breaks around what is said belong to it (leave ``keeps_edges`` off where the format trims)."""
-        for said in ("  two before", "two after  ", "\n\nlines before", "a line after\n"):
-            for user, assistant in ((said, "Yes."), ("Is it?", said)):
-                text = template.decode(row_of(template, talk(user=user, assistant=assistant))["input_ids"])
-                assert said in text, f"{said!r} is not in what decode() makes of the ids: {text!r}"
-
-    def test_other_roles_are_shown_or_refused(self, template: Any) -> None:
-        """What a tool returned, or an unknown role said: in the text, or a TemplateError; never left out in silence."""
-        for role in ("tool", "narrator"):
-            conversation = talk(user="How warm?", assistant="I look.", **{role: "It is 18 degrees"}, assistant2="18.")
-            got = attempt(lambda c=conversation: rows_of(template.encode(c)))  # type: ignore[misc]
-            if isinstance(got.error, TwinkleError):
-                continue
-            assert got.error is None, f"encode() fails on a message of the role '{role}': {got.why}"
-            text = template.decode((got.value or [{"input_ids": []}])[0]["input_ids"])
-            assert "It is 18 degrees" in text, (
-                f"what '{role}' said is not in the row: {text!r}. Show it, or raise twinkle_core.errors.TemplateError"
-            )
 
     def test_rows_are_whole(self, template: Any, conversations: Any) -> None:
         """``input_ids``, ``labels`` and ``length`` fit, and hold whole numbers."""
@@ -272,6 +238,11 @@ class TemplateSuite(Suite):
         rows = rows_of(got.value)
         too_long = [len(r["input_ids"]) for r in rows if len(r["input_ids"]) > limit]
         assert not too_long, f"'{strategy}' with max_length {limit} gives a row of {too_long[0] if too_long else 0} tokens"
+        for number, row in enumerate(rows):
+            sizes = [len(row["input_ids"]), len(row["labels"]), row["length"]]
+            assert len(set(sizes)) == 1, (
+                f"row {number} of '{strategy}' has {sizes[0]} ids, {sizes[1]} labels, length {sizes[2]}"
+            )
         if strategy == "delete":
             assert not rows, "'delete' gives a row that is too long; return None"
         elif strategy == "split":
@@ -325,9 +296,12 @@ class TemplateSuite(Suite):
             said = told.why or repr(told.value)
             if why is None:
                 assert told.error is None and told.value is None, f"check({odd}) gives {said}; encode() takes it"
-            elif isinstance(why, TwinkleError):
-                good = told.error is None and isinstance(told.value, str) and told.value
-                assert good, f"check({odd}) gives {said}; it returns the text of encode's error: {why}"
+                continue
+            assert isinstance(why, TwinkleError), (
+                f"encode({odd}) fails with {describe(why)}: raise twinkle_core.errors.TemplateError, which names the message"
+            )
+            good = told.error is None and isinstance(told.value, str) and told.value
+            assert good, f"check({odd}) gives {said}; it returns the text of encode's error: {why}"
 
     def test_batches_are_single_rows(self, template: Any, conversations: Any) -> None:
         """``batch_encode`` is ``encode`` of each, in order."""
@@ -335,6 +309,12 @@ class TemplateSuite(Suite):
         together = template.batch_encode(copy.deepcopy(many))
         apart = [row for c in many for row in rows_of(template.encode(copy.deepcopy(c)))]
         assert [dict(r) for r in together] == [dict(r) for r in apart], "batch_encode() differs from encode() of each"
+        nonsense: Any = {"messages": "no messages"}
+        got = attempt(lambda: template.batch_encode([*copy.deepcopy(many), nonsense]))
+        assert got.error is not None, (
+            "batch_encode() leaves a conversation out that encode() refuses: let its error through, the data set counts and "
+            "names what is left out"
+        )
 
     def test_leaves_the_conversation_alone(self, template: Any, conversations: Any) -> None:
         """The data set's rows are encoded again in the next epoch, and give the same."""
@@ -356,7 +336,11 @@ class TemplateSuite(Suite):
 
     @capability("parses")
     def test_parses_a_completion(self, template: Any, conversations: Any) -> None:
-        """A completion becomes the assistant's message."""
+        """A completion becomes the assistant's message, an empty one too."""
+        nothing = attempt(lambda: template.parse(""))
+        assert nothing.error is None and nothing.value is not None and nothing.value.get("role") == "assistant", (
+            f"parse('') gives {nothing.why or nothing.value!r}: a model may say nothing; role 'assistant' and what there is"
+        )
         answer = conversations[0]["messages"][-1]["content"]
         message = template.parse(answer)
         good = message.get("role") == "assistant" and message.get("content") == answer
