@@ -9,33 +9,28 @@ from typing import Any
 
 import torch
 
-from twinkle_core import arguments
 from twinkle_core.contracts.adapters import BASE
-from twinkle_core.contracts.engine import GENERATE, Batch, LossFn
-from twinkle_core.contracts.metric import Metric
+from twinkle_core.contracts.engine import Batch, LossFn
 from twinkle_core.contracts.model import Inputs
 from twinkle_core.errors import (
-    EmptyBatch,
     LoraDisabled,
     NoForward,
-    NoTemplate,
     NotInForward,
     NoTrainableParameters,
     UnknownAdapter,
-    Unsupported,
 )
-from twinkle_core.log import get_logger
 from twinkle_core.processors.input import row_lengths
 from twinkle_core.train import limits, losses, micro, normalise, optim
-from twinkle_core.train.calls import Asked, Call, by_size, read_by
-from twinkle_core.train.prepare import by_token, completed, count_rows, fit_args
+from twinkle_core.train.calls import Asked, Call, by_size, measure, read_by
+from twinkle_core.train.generation import GenerateVerb
+from twinkle_core.train.prepare import by_token, fit_args
 from twinkle_core.train.session import Pending, Session
-from twinkle_core.train.sessions import Sessions, one_at_a_time
+from twinkle_core.train.sessions import one_at_a_time
 from twinkle_core.types import LossOutput, ModelOutput
 
 
-class ForwardVerbs(Sessions):
-    """forward, forward_only, calculate_loss, backward, forward_backward, generate."""
+class ForwardVerbs(GenerateVerb):
+    """forward, forward_only, calculate_loss, backward, forward_backward, and generate."""
 
     @one_at_a_time
     def forward(
@@ -132,7 +127,7 @@ class ForwardVerbs(Sessions):
             value = losses.call(loss, batch, output, ranks=self.engine.ranks()) if wants_loss else None
             if batch.dummy:
                 return LossOutput(torch.zeros(()), 0.0)
-            self._measure(metrics, batch, output, value)
+            measure(metrics, batch, output, value)
             parts.append((batch.inputs, output))
             kept = ModelOutput({k: v for k, v in output.items() if k in loss.needs or k == "output_layer"})
             pending.append(Pending(batch, kept, active, train=False, loss=value))
@@ -196,7 +191,7 @@ class ForwardVerbs(Sessions):
         del session.pending[True]
         session.pending.pop(False, None)  # an evaluation before it is not the last forward any more
         session.last_loss = normalise.mean_of(part.loss)
-        self._measure(session.metrics[True], part.batch, part.output, part.loss)
+        measure(session.metrics[True], part.batch, part.output, part.loss)
 
     def forward_backward(
         self,
@@ -234,52 +229,6 @@ class ForwardVerbs(Sessions):
         self._check_enabled("forward_backward", session)
         asked = Asked(session, inputs, micro_batch_size, gradient_accumulation_steps, temperature, task, loss_args)
         return self._serve(asked)
-
-    @one_at_a_time
-    def generate(
-        self,
-        inputs: Inputs,
-        *,
-        adapter_name: str | None = None,
-        disable_lora: bool = False,
-        return_rows: bool = False,
-        **kwargs: Any,
-    ) -> list[Any]:
-        """Completions, in the order of the inputs.
-
-        Args:
-            inputs: conversations (encoded up to the assistant's turn) or encoded prompts.
-            disable_lora: the base model without any adapter.
-            return_rows: give prompt and completion as rows to train on, in place of texts.
-            kwargs: the backend's (``max_new_tokens``, ``temperature``, …).
-
-        Returns:
-            One text for each row. With ``return_rows`` an encoded row for each: ``input_ids`` of prompt and completion, its end
-            token included where it wrote one; aligned ``labels`` on the completion alone; ``length``. The text of such a row is
-            ``template.decode(row["labels"], skip_special_tokens=True)``.
-
-        Raises:
-            Unsupported: the backend does not generate. NoTemplate: there is none to encode or decode with.
-        """
-        session = self._session(adapter_name)
-        if GENERATE not in self.engine.capabilities:
-            raise Unsupported("generate", type(self.engine).__name__, "a sampler")
-        template = self._or_base(session, "template")
-        if template is None and not return_rows:
-            raise NoTemplate(session.name)
-        if return_rows:
-            kwargs = {"keep_end": True, **kwargs}
-        arguments.check(self.engine.generate, kwargs, f"{type(self.engine).__name__}.generate", positional=1)
-        prompts = self._encode(session, inputs, add_generation_prompt=True)
-        if isinstance(prompts, Mapping):
-            prompts = [micro.cut_batch(prompts, range(i, i + 1)) for i in range(count_rows(prompts))]
-        if not prompts:
-            raise EmptyBatch
-        with self.adapters.activate(self._active(session, disable_lora)):
-            made = self.engine.generate(prompts, **kwargs)
-        if return_rows:
-            return [completed(prompt, ids) for prompt, ids in zip(prompts, made, strict=True)]
-        return list(template.batch_decode(made))
 
     # ------------------------------------------------------------------------------------------------ inside
 
@@ -342,7 +291,7 @@ class ForwardVerbs(Sessions):
             value = losses.call(call.loss, batch, output, train=not batch.dummy, ranks=ranks, aux_coef=coefficient)
             held = losses.detached(value)
             if not batch.dummy:
-                self._measure(call.at_once, batch, output, held)
+                measure(call.at_once, batch, output, held)
                 call.measured.append((batch, read_by(call.later, output), held))
             call.sums.append(held)
             progress.append(True)
@@ -353,7 +302,7 @@ class ForwardVerbs(Sessions):
     def _measure_later(self, call: Call) -> None:
         """Hand a call that succeeded to the metrics that waited for that."""
         for batch, output, value in call.measured:
-            self._measure(call.later, batch, output, value)
+            measure(call.later, batch, output, value)
 
     def _losses_of(self, session: Session, waiting: list[Pending], loss_args: Mapping[str, Any]) -> None:
         """Compute what is missing of the losses of a forward, with the weights and in the mode that the forward had."""
@@ -434,23 +383,6 @@ class ForwardVerbs(Sessions):
         session.window.add(weight)
         session.last_loss = normalise.mean(total, weight)
         return session.last_loss  # type: ignore[no-any-return]
-
-    @staticmethod
-    def _measure(metrics: list[Metric], batch: Batch, output: ModelOutput, loss: LossOutput | None) -> None:
-        """Hand one micro-batch to metrics."""
-        if not metrics:
-            return
-        seen = ModelOutput({k: v.detach() if isinstance(v, torch.Tensor) else v for k, v in output.items()})
-        if loss is not None:
-            seen["loss"], seen["num_items"] = normalise.mean_of(loss), loss.weight
-            seen["loss_metrics"] = loss.metrics or {}
-        for metric in metrics:
-            missing = metric.needs - losses.OF_CORE - seen.keys()
-            if missing:
-                name, fields = type(metric).__name__, ", ".join(sorted(missing))
-                get_logger().warning("%s leaves out a batch: its forward did not compute %s", name, fields)
-                continue
-            metric.accumulate(batch.inputs, seen)
 
 
 def _shown(output: ModelOutput, logits: bool) -> ModelOutput:

@@ -61,7 +61,10 @@ class Task:
 
         loss = built("loss", config.loss)
         if missing := sorted(required(loss) - self.gives):
-            yield source.origin(("loss",)), f"loss '{config.loss.cls}' needs {missing}, which task '{config.task}' does not give"
+            yield (
+                source.origin(("loss",)),
+                f"loss '{config.loss.cls}' needs {missing}, which task '{config.task}' does not give",
+            )
         elif isinstance(loss, Loss) and type(loss).groups is not Loss.groups and not self.grouped:
             text = f"loss '{config.loss.cls}' reads groups of rows, and task '{config.task}' has single ones"
             yield source.origin(("loss",)), f"{text}; for pairs take task: dpo, for embeddings task: embedding"
