@@ -193,7 +193,7 @@ def test_faults_of_a_task_are_told_with_their_line(config, twinkle, tmp_path, se
 
 
 def test_rows_of_another_task_are_refused_before_the_model_is_loaded(config, twinkle, tmp_path, pairs, monkeypatch):
-    monkeypatch.setattr("twinkle_core.cli.sft._model", lambda *_: pytest.fail("the model was loaded"))
+    monkeypatch.setattr("twinkle_core.cli.training._model", lambda *_: pytest.fail("the model was loaded"))
     status, text = twinkle("train", config(task="dpo"))
     assert status == 1 and "task 'dpo' trains on pairs of answers" in text and "the rows have 'messages'" in text
     status, text = twinkle("train", config(dataset=pairs))
