@@ -162,7 +162,7 @@ entry(
     e.DataError.loading("rows.parquet", "Parquet magic bytes not found in footer"),
     e.DataError.argument("batch_size", 0, "a whole number from 1 up"),
     e.DataError.not_rows(0, "a text"),
-    e.DataError.keys("AlpacaProcessor", ["instruction"], ["question", "answer"]),
+    e.DataError.keys("AlpacaProcessor", ["instruction"], {"question": "Why?", "answer": None}),
     e.DataError.key(7),
     e.DataError.value("AlpacaProcessor", "'output'", 7, "a text"),
     e.DataError.half_character("abc\ud83d"),

@@ -133,6 +133,17 @@ def test_the_reward_of_grpo_rises_and_without_learning_does_not(sometimes_right,
 
 
 @pytest.mark.slow
+def test_the_reward_of_ppo_rises_and_its_values_learn(sometimes_right, tmp_path):
+    """Of five steps each, 64 completions a step: a standard error of 0.03. The reward rose from 0.66 to 0.97."""
+    told = _run("ppo_loop.py", "--model", sometimes_right, "--steps", 25, "--output", tmp_path)
+    rewards, errors = _numbers(told, "reward"), _numbers(told.replace("value loss", "error"), "error")
+    assert len(rewards) == len(errors) == 25
+    assert sum(rewards[-5:]) / 5 - sum(rewards[:5]) / 5 > 0.15
+    assert sum(errors[-5:]) < 0.4 * sum(errors[:5])
+    assert "value_head.weight" in " ".join(load_file(tmp_path / "last/adapter_model.safetensors"))
+
+
+@pytest.mark.slow
 def test_embeddings_three_heights_give_the_same_weights_and_resuming_too(tiny, tmp_path, twinkle, lines):
     how = ("--pooling", "last_token")
     basic = _run("embedding_basic.py", "--model", tiny, *how, "--output", tmp_path / "basic")

@@ -150,7 +150,7 @@ def test_options_that_can_not_be_are_refused_by_the_command_line(twinkle, words)
 
 def test_a_folder_that_can_not_be_made_is_told_before_the_model_is_loaded(twinkle, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
-    monkeypatch.setattr("twinkle_core.cli.sft._model", lambda *_: pytest.fail("the model was loaded"))
+    monkeypatch.setattr("twinkle_core.cli.training._model", lambda *_: pytest.fail("the model was loaded"))
     status, text = twinkle("quickstart", "--model", "toy", "--output", tmp_path / "file/x")
     assert status == 1 and "can't be made" in text
 

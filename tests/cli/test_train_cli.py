@@ -216,10 +216,10 @@ def test_a_run_at_its_end_has_nothing_to_do_and_is_left_alone(config, twinkle, t
     twinkle("train", path)
     (tmp_path / "out/.checkpoint-9.tmp-1234567-0123abcd").mkdir()
     before = {p: p.stat().st_mtime_ns for p in (tmp_path / "out").rglob("*")}
-    monkeypatch.setattr("twinkle_core.cli.sft._model", lambda *_: pytest.fail("the model was loaded"))
+    monkeypatch.setattr("twinkle_core.cli.training._model", lambda *_: pytest.fail("the model was loaded"))
     status, text = twinkle("train", path, "--resume", "--optimizer.lr", "5e-4")
     assert status == 0 and "nothing to do: the run is at step 3 of 3" in text
-    monkeypatch.setattr("twinkle_core.cli.sft.load_data", lambda *_: pytest.fail("the data was loaded"))
+    monkeypatch.setattr("twinkle_core.cli.training.load_data", lambda *_: pytest.fail("the data was loaded"))
     status, text = twinkle("train", path, "--resume", "--training.max_steps", 2)
     assert status == 0 and "nothing to do: the run is at step 3 of 2" in text
     assert before == {p: p.stat().st_mtime_ns for p in (tmp_path / "out").rglob("*")}
@@ -293,7 +293,7 @@ def test_what_the_folder_tells_is_told_before_data_and_model_are_loaded(
     path = config(training={"max_steps": 1})
     twinkle("train", path)
     damage(tmp_path / "out/checkpoint-1")
-    monkeypatch.setattr("twinkle_core.cli.sft.load_data", lambda *_: pytest.fail("the data was loaded"))
+    monkeypatch.setattr("twinkle_core.cli.training.load_data", lambda *_: pytest.fail("the data was loaded"))
     status, text = twinkle("train", path, "--resume", "--training.max_steps", 4, *words)
     assert status == 1 and told in text
 
@@ -326,7 +326,7 @@ def test_changed_rows_are_refused_and_the_same_rows_elsewhere_are_not(config, tw
     status, text = twinkle("train", elsewhere, "--resume", "--training.max_steps", 2)
     assert status == 0, text
     changed = config(dataset=_rows_file(tmp_path / "b.jsonl", ["one", "two", "three", "FOUR"]))
-    monkeypatch.setattr("twinkle_core.cli.sft._model", lambda *_: pytest.fail("the model was loaded"))
+    monkeypatch.setattr("twinkle_core.cli.training._model", lambda *_: pytest.fail("the model was loaded"))
     status, text = twinkle("train", changed, "--resume", "--training.max_steps", 3)
     assert status == 1 and "content: " in text and f"remove {tmp_path / 'out/data_order.json'}" in text
 
@@ -370,7 +370,7 @@ def test_a_resumed_run_draws_its_rows_in_the_same_order(config, twinkle, tmp_pat
     path = config(training={"max_steps": 2}, scheduler=None)
     twinkle("train", path)
     before = [(tmp_path / "out" / name).read_text() for name in ("config.yaml", "data_order.json")]
-    monkeypatch.setattr("twinkle_core.cli.sft._model", lambda *_: pytest.fail("the model was loaded"))
+    monkeypatch.setattr("twinkle_core.cli.training._model", lambda *_: pytest.fail("the model was loaded"))
     status, text = twinkle("train", path, "--resume", "--training.max_steps", 4, *words)
     assert status == 1 and "DataOrderChanged" in text and told in text
     assert before == [(tmp_path / "out" / name).read_text() for name in ("config.yaml", "data_order.json")]
@@ -495,7 +495,7 @@ def test_all_faults_of_all_kinds_that_the_schema_lets_pass_are_told_at_once(conf
 def test_a_warm_up_longer_than_the_run_is_told_before_the_model_is_loaded(config, twinkle, tmp_path, monkeypatch):
     path = config(scheduler={"cls": "cosine_warmup", "num_warmup_steps": 5})
     assert twinkle("train", path, "--training.max_steps", 6)[0] == 0
-    monkeypatch.setattr("twinkle_core.cli.sft._model", lambda *_: pytest.fail("the model was loaded"))
+    monkeypatch.setattr("twinkle_core.cli.training._model", lambda *_: pytest.fail("the model was loaded"))
     status, text = twinkle("train", path, "--training.max_steps", 4, "--output_dir", tmp_path / "other")
     assert status == 1 and "num_training_steps=4 is less than num_warmup_steps=5" in text
 

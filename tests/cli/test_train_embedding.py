@@ -9,7 +9,7 @@ import pytest
 import yaml
 from safetensors.torch import load_file
 
-from twinkle_core.cli import sft_plan
+from twinkle_core.cli import planning
 from twinkle_core.cli.plans import base as plans
 from twinkle_core.config.schema import TrainConfig
 
@@ -93,7 +93,7 @@ def test_faults_are_told_before_anything_is_loaded(embedding, twinkle, sections,
 
 def test_the_bundled_set_holds_out_what_it_asks_for():
     """Things of the last 30 rows are in none of the 100 before them; a training pair is there both ways round."""
-    rows = [json.loads(line) for line in Path(sft_plan.BUNDLED[SET]()).read_text(encoding="utf-8").splitlines()]
+    rows = [json.loads(line) for line in Path(planning.BUNDLED[SET]()).read_text(encoding="utf-8").splitlines()]
     assert len(rows) == 130 and all(row.keys() == {"query", "positive", "negative"} for row in rows)
     texts = [{row["positive"], row["negative"]} for row in rows]
     trained, held_out = set().union(*texts[:100]), set().union(*texts[100:])

@@ -173,6 +173,13 @@ def test_conversations_are_packed_where_it_is_asked_for(config, twinkle, tmp_pat
         ({"task": "dpoo"}, "task"),
         ({"task": "dpo", "packing": True}, "packing: pairs can't be packed"),
         ({"task": "dpo", "loss": "cross_entropy"}, "loss 'cross_entropy' reads no pairs"),
+        ({"task": "dpo", "loss": "infonce"}, "loss 'infonce' reads embeddings, and task 'dpo' makes none"),
+        ({"task": "dpo", "metrics": ["loss", "embedding"]}, "metric 'embedding' reads embeddings"),
+        ({"loss": "dpo"}, "loss 'dpo' needs ['ref_logps'], which task 'sft' does not give"),
+        ({"loss": "grpo"}, "loss 'grpo' needs ['advantages']"),
+        ({"loss": "simpo"}, "loss 'simpo' reads groups of rows, and task 'sft' has single ones; for pairs take task: dpo"),
+        ({"task": "pt", "loss": "infonce"}, "loss 'infonce' reads groups of rows"),
+        ({"task": "embedding", "loss": "dpo"}, "loss 'dpo' needs ['ref_logps'], which task 'embedding' does not give"),
         ({"task": "dpo", "loss": {"cls": "dpo", "bta": 1}}, "Did you mean 'beta'?"),
         ({"task": "pt", "template": {"arguments": {"use_chat_templat": False}}}, "Did you mean 'use_chat_template'?"),
         ({"task": "dpo", "dataset": {"id": "bundled://self-cognition", "preprocessor": "preferences"}}, "'preference'?"),
@@ -186,7 +193,7 @@ def test_faults_of_a_task_are_told_with_their_line(config, twinkle, tmp_path, se
 
 
 def test_rows_of_another_task_are_refused_before_the_model_is_loaded(config, twinkle, tmp_path, pairs, monkeypatch):
-    monkeypatch.setattr("twinkle_core.cli.sft._model", lambda *_: pytest.fail("the model was loaded"))
+    monkeypatch.setattr("twinkle_core.cli.training._model", lambda *_: pytest.fail("the model was loaded"))
     status, text = twinkle("train", config(task="dpo"))
     assert status == 1 and "task 'dpo' trains on pairs of answers" in text and "the rows have 'messages'" in text
     status, text = twinkle("train", config(dataset=pairs))

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from twinkle_core.contracts.adapters import BASE
+from twinkle_core.contracts.engine import GENERATE
 from twinkle_core.errors import BadAdapter, DuplicateAdapter, UnknownAdapter
 from twinkle_core.testing import runner
 from twinkle_core.testing.engines import CallbackEngine, ToyEngine
@@ -129,6 +130,19 @@ class PlantedNothingInASchedule(PlantedNothing):
 
 class PlantedNothingWithoutAdapters(PlantedNothing):
     store, adapters = SingleAdapter, False
+
+
+class Writes(RanksEngine):
+    """Writes two tokens more, whatever the prompt."""
+
+    capabilities = RanksEngine.capabilities | {GENERATE}
+
+    def generate(self, rows, *, keep_end=False, max_new_tokens=2):
+        return [[3, 4] for _ in rows]
+
+
+class PlantedNothingThatWrites(PlantedNothing):
+    engine = Writes
 
 
 # ---------------------------------------------------------------------------------------------------- planted bugs
@@ -379,6 +393,17 @@ class Names(Shifts):
         return self._named(name, super().state_dict(name))
 
 
+class TrainsPrompts(SessionModel):
+    """Rows of completions have labels on the prompt, too."""
+
+    def generate(self, inputs, *, return_rows=False, **kwargs):
+        made = super().generate(inputs, return_rows=return_rows, **kwargs)
+        if return_rows:
+            for row in made:
+                row["labels"] = [*row["input_ids"][1:], -100]
+        return made
+
+
 class NoRestore(SessionModel):
     def resume_from_checkpoint(self, *args, **kwargs):
         state = torch.get_rng_state()
@@ -445,7 +470,9 @@ def outcomes(suite):
     return found
 
 
-@pytest.mark.parametrize("suite", [PlantedNothing, PlantedNothingInASchedule, PlantedNothingWithoutAdapters])
+@pytest.mark.parametrize(
+    "suite", [PlantedNothing, PlantedNothingThatWrites, PlantedNothingInASchedule, PlantedNothingWithoutAdapters]
+)
 def test_a_sound_model_passes(suite):
     found = outcomes(suite)
     assert found["failed"] == set()
@@ -515,6 +542,7 @@ GIVEN, USED, RESUMED = "test_losses_get_what_they_need", "test_what_is_set_is_us
         ({"store": ForgetsOnError}, {FLAGS}),
         ({"store": Revives}, {"test_an_adapter_that_comes_again_is_new"}),
         ({"store": Names}, {"test_an_adapters_checkpoint_fits_one_of_another_name"}),
+        ({"engine": Writes, "model_cls": TrainsPrompts}, {"test_completions_as_rows_are_prompt_and_completion"}),
         ({"model_cls": NoRestore}, {RESUMED}),
         ({"model_cls": NoPythonRestore}, {RESUMED}),
         ({"model_cls": ignoring("flush")}, {"test_a_window_can_be_given_up_or_closed_early"}),

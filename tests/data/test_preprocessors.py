@@ -84,6 +84,11 @@ def test_messages_lose_what_a_typed_file_filled_in():
             "SelfCognitionProcessor needs 'query' .* this row has 'q'. .'instruction'",
         ),
         (AlpacaProcessor(), {"instruction": "x"}, "AlpacaProcessor needs 'output'"),
+        (
+            AlpacaProcessor(),
+            {"instruction": "x", "output": None},
+            r"needs 'output' .* this row has 'instruction', 'output' \(None\)",
+        ),
         (AlpacaProcessor(), {"instruction": 5, "output": "x"}, "'instruction' is 5, not text"),
         (ShareGPTProcessor(), {}, "ShareGPTProcessor needs 'conversations' in each row; this row has nothing"),
         (ShareGPTProcessor(), {"conversations": [{"from": "alien", "value": "x"}]}, "the role of turn 0 is 'alien'"),

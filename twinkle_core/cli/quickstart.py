@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from twinkle_core import settings
-from twinkle_core.cli import checkpoints, plot, quickstart_model, sft, sft_plan
+from twinkle_core.cli import checkpoints, planning, plot, quickstart_model, training
 from twinkle_core.cli.quickstart_program import program
 from twinkle_core.cli.quiet import quiet
 from twinkle_core.config.schema import TrainConfig
@@ -95,14 +95,14 @@ def run(args: argparse.Namespace) -> int:
         print(f"{args.output} holds an earlier run, which is kept; this one writes to {output}")
     choice = quickstart_model.choose(args.model)
     precision = _precision()
-    plan = sft_plan.make(TrainConfig.model_validate(_config(args, choice, precision, output)))
+    plan = planning.make(TrainConfig.model_validate(_config(args, choice, precision, output)))
     print(f"Model: {choice.title}")
     questions = [WHO, WHO_CHINESE, KNOWLEDGE]
     with quiet(bars=False):
-        current = sft.prepare(plan)
+        current = training.prepare(plan)
         before = ask(current.model, questions)
     print(f"\nBefore\n{_dialogue(questions, before)}\n")
-    status = sft.loop(current, at_end=lambda: sft.save(current, ADAPTER, resumable=False))
+    status = training.loop(current, at_end=lambda: training.save(current, ADAPTER, resumable=False))
     adapter = plan.output_dir / ADAPTER
     if status:
         print(f"\nStopped after step {current.step} of {current.total}. The adapter as it is: {adapter}")
@@ -130,7 +130,7 @@ def free_folder(given: Path) -> Path:
 
 
 def _holds_a_run(folder: Path) -> bool:
-    return bool(checkpoints.all_of(folder)) or any((folder / name).exists() for name in (ADAPTER, sft.METRICS))
+    return bool(checkpoints.all_of(folder)) or any((folder / name).exists() for name in (ADAPTER, training.METRICS))
 
 
 def _precision() -> str:
@@ -166,9 +166,9 @@ def _dialogue(questions: Sequence[str], answers: Sequence[str]) -> str:
     return "\n".join(f"  {question}\n    {' '.join(answer.split())}" for question, answer in pairs)
 
 
-def _leave(plan: sft_plan.Plan, choice: quickstart_model.Choice, adapter: Path) -> None:
+def _leave(plan: planning.Plan, choice: quickstart_model.Choice, adapter: Path) -> None:
     """Draw the loss and say where everything is."""
-    metrics, picture = plan.output_dir / sft.METRICS, plan.output_dir / "loss.png"
+    metrics, picture = plan.output_dir / training.METRICS, plan.output_dir / "loss.png"
     missing = plot.draw(jsonl.read(metrics), picture, f"{choice.title} learns its name")
     print(f"Adapter:   {adapter}\nMetrics:   {metrics}\nLoss plot: {f'none: {missing}' if missing else picture}")
 

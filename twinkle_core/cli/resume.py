@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from twinkle_core import errors
-from twinkle_core.cli import checkpoints, quickstart_model, run_files, sft_plan
+from twinkle_core.cli import checkpoints, planning, quickstart_model, run_files
 from twinkle_core.config.schema import Component, TrainConfig
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ class Start:
     config: TrainConfig
 
 
-def look(plan: sft_plan.Plan, folder: Path, say: Callable[[str], None]) -> Start:
+def look(plan: planning.Plan, folder: Path, say: Callable[[str], None]) -> Start:
     """Check all that the folder tells, and say which values of the configuration the checkpoint overrules.
 
     The base model's own values tell only when it is loaded whether they are those that the adapter was trained on.
@@ -99,16 +99,16 @@ def _check_class(part: str, folder: Path, saved: str | None, live: Any) -> None:
         raise errors.CheckpointMismatch(str(folder / f"{part}.json"), why)
 
 
-def _stand_ins(plan: sft_plan.Plan) -> tuple[Any, Any]:
+def _stand_ins(plan: planning.Plan) -> tuple[Any, Any]:
     """The optimizer and the scheduler over a parameter of no importance."""
-    optimizer = sft_plan.stand_in_optimizer(plan.classes["optimizer"], plan.config.optimizer.arguments)
+    optimizer = planning.stand_in_optimizer(plan.classes["optimizer"], plan.config.optimizer.arguments)
     if plan.config.scheduler is None:
         return optimizer, None
     cls = plan.classes["scheduler"]
-    return optimizer, cls(optimizer, **sft_plan.with_lengths(cls, plan.config.scheduler.arguments, sft_plan.LONG))
+    return optimizer, cls(optimizer, **planning.with_lengths(cls, plan.config.scheduler.arguments, planning.LONG))
 
 
-def _of_optimizer(plan: sft_plan.Plan, live: Any, folder: Path) -> dict[str, Any]:
+def _of_optimizer(plan: planning.Plan, live: Any, folder: Path) -> dict[str, Any]:
     """Arguments whose values in the checkpoint are others. A learning rate that a schedule moves is compared where it began."""
     from twinkle_core.train.plain import to_plain
 
@@ -122,7 +122,7 @@ def _of_optimizer(plan: sft_plan.Plan, live: Any, folder: Path) -> dict[str, Any
     return dict(sorted(found.items()))
 
 
-def _of_scheduler(plan: sft_plan.Plan, live: Any, folder: Path) -> dict[str, Any]:
+def _of_scheduler(plan: planning.Plan, live: Any, folder: Path) -> dict[str, Any]:
     """Arguments whose values in the checkpoint are others and count: all but a plan that the scheduler keeps (``plan``)."""
     here, saved = live.state_dict(), _read(folder / "scheduler.json")["state"]
     keys = _takes(plan.classes["scheduler"]) - {"optimizer", "last_epoch", *getattr(live, "plan", ())}

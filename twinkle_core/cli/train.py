@@ -85,12 +85,12 @@ def run(args: argparse.Namespace) -> int:
     config, source = load(args.config, overrides)
     resume = (own["resume"] or checkpoints.AUTO) if "resume" in own else args.resume
 
-    from twinkle_core.cli import sft, sft_plan
+    from twinkle_core.cli import planning, training
     from twinkle_core.cli.quiet import quiet
 
-    plan = sft_plan.make(config, source, resume)
+    plan = planning.make(config, source, resume)
     plugins.hooks().twinkle_configure(config=plan.config)
     if resume is not None and plan.resume is None and plan.first:
         print(f"{plan.output_dir} holds no checkpoint: the run begins at step 0")
     with quiet():
-        return sft.run(plan)
+        return training.run(plan)

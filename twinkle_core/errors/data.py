@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from twinkle_core.errors.base import TwinkleError
 
@@ -131,9 +132,9 @@ class DataError(TwinkleError, ValueError):
         return cls(f"row {index} is a {type(value).__name__}, not a mapping of column names to values: {value!r:.80}")
 
     @classmethod
-    def keys(cls, who: str, missing: Sequence[str], has: Iterable[str], way: str = "") -> DataError:
+    def keys(cls, who: str, missing: Sequence[str], row: Mapping[str, Any], way: str = "") -> DataError:
         names = ", ".join(repr(m) for m in missing)
-        here = ", ".join(map(repr, has)) or "nothing"
+        here = ", ".join(f"{key!r} (None)" if value is None else repr(key) for key, value in row.items()) or "nothing"
         return cls(f"{who} needs {names} in each row; this row has {here}.{way and ' ' + way}")
 
     @classmethod

@@ -21,6 +21,8 @@ class TemplateError(TwinkleError, ValueError):
     @classmethod
     def shape(cls, value: object) -> TemplateError:
         has = ", ".join(map(repr, value)) if isinstance(value, Mapping) else type(value).__name__
+        if isinstance(value, Mapping) and "messages" in value:
+            has = f"'messages', which is {value['messages']!r:.80}"
         return cls(f"a conversation needs 'messages', a list of at least one message; this one has {has or 'nothing'}.")
 
     @classmethod

@@ -121,7 +121,8 @@ class NoTemplate(TwinkleError, ValueError):
 
     def __init__(self, adapter: str) -> None:
         super().__init__(
-            f"the inputs are conversations ('messages'), and {whose(adapter)} has no template to encode them.\n"
+            f"the inputs are conversations or texts ('messages', 'text'), and {whose(adapter)} has no template to encode "
+            f"them.\n"
             f"    call set_template(...) first, or give encoded rows ('input_ids', 'labels')"
         )
 

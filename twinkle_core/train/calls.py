@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from twinkle_core.log import get_logger
+from twinkle_core.train import losses, normalise
 from twinkle_core.types import ModelOutput
 
 if TYPE_CHECKING:
@@ -70,3 +72,20 @@ def read_by(metrics: list[Metric], output: ModelOutput) -> ModelOutput:
     """The part of an output that metrics read, without its graph."""
     wanted = frozenset[str]().union(*(m.needs for m in metrics))
     return ModelOutput({k: v.detach() if isinstance(v, torch.Tensor) else v for k, v in output.items() if k in wanted})
+
+
+def measure(metrics: Sequence[Metric], batch: Batch, output: ModelOutput, loss: LossOutput | None) -> None:
+    """Hand one micro-batch to metrics."""
+    if not metrics:
+        return
+    seen = ModelOutput({k: v.detach() if isinstance(v, torch.Tensor) else v for k, v in output.items()})
+    if loss is not None:
+        seen["loss"], seen["num_items"] = normalise.mean_of(loss), loss.weight
+        seen["loss_metrics"] = loss.metrics or {}
+    for metric in metrics:
+        missing = metric.needs - losses.OF_CORE - seen.keys()
+        if missing:
+            name, fields = type(metric).__name__, ", ".join(sorted(missing))
+            get_logger().warning("%s leaves out a batch: its forward did not compute %s", name, fields)
+            continue
+        metric.accumulate(batch.inputs, seen)

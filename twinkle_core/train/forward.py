@@ -7,27 +7,23 @@ from typing import Any
 
 import torch
 
-from twinkle_core import arguments
-from twinkle_core.contracts.engine import GENERATE, Batch
+from twinkle_core.contracts.engine import Batch
 from twinkle_core.contracts.model import Inputs
 from twinkle_core.errors import (
-    EmptyBatch,
     LoraDisabled,
     NoForward,
-    NoTemplate,
-    Unsupported,
 )
 from twinkle_core.train import limits, losses, micro, normalise
-from twinkle_core.train.calls import Asked
-from twinkle_core.train.prepare import completed, count_rows
+from twinkle_core.train.calls import Asked, measure
+from twinkle_core.train.generation import GenerateVerb
 from twinkle_core.train.running import Running
 from twinkle_core.train.session import Pending
 from twinkle_core.train.sessions import one_at_a_time
 from twinkle_core.types import LossOutput, ModelOutput
 
 
-class ForwardVerbs(Running):
-    """forward, forward_only, calculate_loss, backward, forward_backward, generate."""
+class ForwardVerbs(Running, GenerateVerb):
+    """forward, forward_only, calculate_loss, backward, forward_backward, and generate."""
 
     @one_at_a_time
     def forward(
@@ -124,7 +120,7 @@ class ForwardVerbs(Running):
             value = losses.call(loss, batch, output, ranks=self.engine.ranks()) if wants_loss else None
             if batch.dummy:
                 return LossOutput(torch.zeros(()), 0.0)
-            self._measure(metrics, batch, output, value)
+            measure(metrics, batch, output, value)
             parts.append((batch.inputs, output))
             kept = ModelOutput({k: v for k, v in output.items() if k in loss.needs or k == "output_layer"})
             pending.append(Pending(batch, kept, active, train=False, loss=value))
@@ -188,7 +184,7 @@ class ForwardVerbs(Running):
         del session.pending[True]
         session.pending.pop(False, None)  # an evaluation before it is not the last forward any more
         session.last_loss = normalise.mean_of(part.loss)
-        self._measure(session.metrics[True], part.batch, part.output, part.loss)
+        measure(session.metrics[True], part.batch, part.output, part.loss)
 
     def forward_backward(
         self,
@@ -226,52 +222,6 @@ class ForwardVerbs(Running):
         self._check_enabled("forward_backward", session)
         asked = Asked(session, inputs, micro_batch_size, gradient_accumulation_steps, temperature, task, loss_args)
         return self._serve(asked)
-
-    @one_at_a_time
-    def generate(
-        self,
-        inputs: Inputs,
-        *,
-        adapter_name: str | None = None,
-        disable_lora: bool = False,
-        return_rows: bool = False,
-        **kwargs: Any,
-    ) -> list[Any]:
-        """Completions, in the order of the inputs.
-
-        Args:
-            inputs: conversations (encoded up to the assistant's turn) or encoded prompts.
-            disable_lora: the base model without any adapter.
-            return_rows: give prompt and completion as rows to train on, in place of texts.
-            kwargs: the backend's (``max_new_tokens``, ``temperature``, …).
-
-        Returns:
-            One text for each row. With ``return_rows`` an encoded row for each: ``input_ids`` of prompt and completion, its end
-            token included where it wrote one; aligned ``labels`` on the completion alone; ``length``. The text of such a row is
-            ``template.decode(row["labels"], skip_special_tokens=True)``.
-
-        Raises:
-            Unsupported: the backend does not generate. NoTemplate: there is none to encode or decode with.
-        """
-        session = self._session(adapter_name)
-        if GENERATE not in self.engine.capabilities:
-            raise Unsupported("generate", type(self.engine).__name__, "a sampler")
-        template = self._or_base(session, "template")
-        if template is None and not return_rows:
-            raise NoTemplate(session.name)
-        if return_rows:
-            kwargs = {"keep_end": True, **kwargs}
-        arguments.check(self.engine.generate, kwargs, f"{type(self.engine).__name__}.generate", positional=1)
-        prompts = self._encode(session, inputs, add_generation_prompt=True)
-        if isinstance(prompts, Mapping):
-            prompts = [micro.cut_batch(prompts, range(i, i + 1)) for i in range(count_rows(prompts))]
-        if not prompts:
-            raise EmptyBatch
-        with self.adapters.activate(self._active(session, disable_lora)):
-            made = self.engine.generate(prompts, **kwargs)
-        if return_rows:
-            return [completed(prompt, ids) for prompt, ids in zip(prompts, made, strict=True)]
-        return list(template.batch_decode(made))
 
 
 def _shown(output: ModelOutput, logits: bool) -> ModelOutput:

@@ -11,16 +11,14 @@ import torch
 
 from twinkle_core.contracts.adapters import BASE
 from twinkle_core.contracts.engine import Batch, LossFn
-from twinkle_core.contracts.metric import Metric
 from twinkle_core.errors import (
     NotInForward,
     NoTrainableParameters,
     UnknownAdapter,
 )
-from twinkle_core.log import get_logger
 from twinkle_core.processors.input import row_lengths
 from twinkle_core.train import losses, micro, normalise, optim
-from twinkle_core.train.calls import Asked, Call, by_size, read_by
+from twinkle_core.train.calls import Asked, Call, by_size, measure, read_by
 from twinkle_core.train.prepare import by_token, fit_args
 from twinkle_core.train.session import Pending, Session
 from twinkle_core.train.sessions import Sessions, one_at_a_time
@@ -89,7 +87,7 @@ class Running(Sessions):
             value = losses.call(call.loss, batch, output, train=not batch.dummy, ranks=ranks, aux_coef=coefficient)
             held = losses.detached(value)
             if not batch.dummy:
-                self._measure(call.at_once, batch, output, held)
+                measure(call.at_once, batch, output, held)
                 call.measured.append((batch, read_by(call.later, output), held))
             call.sums.append(held)
             progress.append(True)
@@ -100,7 +98,7 @@ class Running(Sessions):
     def _measure_later(self, call: Call) -> None:
         """Hand a call that succeeded to the metrics that waited for that."""
         for batch, output, value in call.measured:
-            self._measure(call.later, batch, output, value)
+            measure(call.later, batch, output, value)
 
     def _losses_of(self, session: Session, waiting: list[Pending], loss_args: Mapping[str, Any]) -> None:
         """Compute what is missing of the losses of a forward, with the weights and in the mode that the forward had."""
@@ -181,20 +179,3 @@ class Running(Sessions):
         session.window.add(weight)
         session.last_loss = normalise.mean(total, weight)
         return session.last_loss  # type: ignore[no-any-return]
-
-    @staticmethod
-    def _measure(metrics: list[Metric], batch: Batch, output: ModelOutput, loss: LossOutput | None) -> None:
-        """Hand one micro-batch to metrics."""
-        if not metrics:
-            return
-        seen = ModelOutput({k: v.detach() if isinstance(v, torch.Tensor) else v for k, v in output.items()})
-        if loss is not None:
-            seen["loss"], seen["num_items"] = normalise.mean_of(loss), loss.weight
-            seen["loss_metrics"] = loss.metrics or {}
-        for metric in metrics:
-            missing = metric.needs - losses.OF_CORE - seen.keys()
-            if missing:
-                name, fields = type(metric).__name__, ", ".join(sorted(missing))
-                get_logger().warning("%s leaves out a batch: its forward did not compute %s", name, fields)
-                continue
-            metric.accumulate(batch.inputs, seen)

@@ -150,7 +150,7 @@ class Sessions:
         return Session(session.name, loss, self._or_base(session, "template"), processor, session.optimizer)
 
     def _encode(self, session: Session, inputs: Any, loss_args: Mapping[str, Any] | None = None, **how: Any) -> Rows:
-        """Inputs as encoded rows or a collated batch; raw trajectories go through the session's template.
+        """Inputs as encoded rows or a collated batch; conversations and plain texts go through the session's template.
 
         Raises:
             NoTemplate, EmptyBatch, BadInputs. RowsChanged: rows that belong together, or loss arguments, no longer do.
@@ -160,11 +160,11 @@ class Sessions:
             return rows
         grouped = any(map(groups.is_group, rows))
         rows = groups.flat(rows) if grouped else rows
-        raw = ["messages" in row and "input_ids" not in row for row in rows]
+        raw = [("messages" in row or "text" in row) and "input_ids" not in row for row in rows]
         if not any(raw):
             return rows
         if not all(raw):
-            kinds = f"row {raw.index(True)} is a conversation ('messages'), row {raw.index(False)} is not"
+            kinds = f"row {raw.index(True)} is a conversation or a text, row {raw.index(False)} is not"
             raise BadInputs(f"{kinds}; encode the conversations first (template.batch_encode), or give them alone")
         template = self._or_base(session, "template")
         if template is None:

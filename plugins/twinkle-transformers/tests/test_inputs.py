@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import LlamaForSequenceClassification
 
-from twinkle_core.errors import BadInputs, BadLabels, BadLossResult, BadRow, PackingLeaks, UnknownOption
+from twinkle_core.errors import BadInputs, BadLabels, BadLossResult, BadRow, NoTemplate, PackingLeaks, UnknownOption
 from twinkle_core.processors.input import InputProcessor
 from twinkle_transformers.model import TransformersModel
 from twinkle_transformers.testing import tiny_config
@@ -205,3 +205,21 @@ def test_padding_of_a_prompt_is_left_out(m):
 def test_prompts_that_are_none_are_told(m, prompt, told):
     with pytest.raises(BadRow, match=told):
         completions(m, **prompt)
+
+
+def test_plain_texts_go_through_a_template_of_plain_texts(tiny):
+    """As conversations do: the same step as of the rows that the template makes of them."""
+    losses = []
+    for encoded in (False, True):
+        model = TransformersModel(model_id=tiny, mixed_precision="no")
+        model.set_optimizer("sgd")
+        texts = [{"text": "one two"}, {"text": "three"}]
+        with pytest.raises(NoTemplate, match="conversations or texts"):
+            model.forward_backward(texts)
+        model.set_template("chat", model_id=tiny, use_chat_template=False)
+        template = model.sessions[""].template
+        losses.append(float(model.forward_backward(template.batch_encode(texts) if encoded else texts)))
+        assert model.generate(texts, max_new_tokens=2, do_sample=False) != []
+        with pytest.raises(BadInputs, match="row 0 is a conversation or a text, row 1 is not"):
+            model.forward_backward([texts[0], row([5, 6], [6, -100])])
+    assert losses[0] == losses[1] > 0

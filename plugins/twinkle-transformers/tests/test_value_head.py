@@ -223,3 +223,12 @@ def test_adapters_that_come_after_the_first_forward_begin_from_the_same_head():
     model.add_adapter_to_model("b", LoraConfig(r=4, target_modules="all-linear"))
     with model.adapter("b"):
         assert values(model).dtype == torch.float32 and bool((values(model) == 0).all())
+
+
+def test_the_head_is_not_told_as_left_out(caplog):
+    """Each adapter trains one of its own, so it is no layer that got none."""
+    model = make()
+    model.apply_patch("value_head")
+    model.add_adapter_to_model("a", LoraConfig(r=2, target_modules="all-linear"))
+    assert "leaves out" not in caplog.text
+    assert "a" in model.adapters.names() and any("value_head" in key for key in model.adapters.parameters("a"))

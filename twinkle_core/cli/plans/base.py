@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from twinkle_core import errors
-from twinkle_core.config.schema import TrainConfig
-from twinkle_core.config.source import Source
+from twinkle_core import errors, registry
+from twinkle_core.config.schema import Component, TrainConfig
+from twinkle_core.config.source import Place, Source
+from twinkle_core.isolation import attempt
 
 if TYPE_CHECKING:
     from twinkle_core.contracts.model import TwinkleModel
@@ -27,11 +29,15 @@ class Task:
     One module of this package for each, of the task's name, with a ``TASK``.
 
     Attributes:
-        grouped: whether an item of its data is a pair of rows; it must be one, and else must not.
+        grouped: whether an item of its data is a group of rows; it must be one, and else must not.
+        embeds: whether its model gives embeddings.
+        gives: arguments of a loss that ``beside`` gives.
         unit: of its loss, for the plot.
     """
 
     grouped: bool = False
+    embeds: bool = False
+    gives: frozenset[str] = frozenset()
     unit: str = "nats a token"
 
     def defaults(self, config: TrainConfig) -> dict[str, Any]:
@@ -46,8 +52,28 @@ class Task:
         return TrainConfig.model_validate(_merged(defaults, config.model_dump(exclude_unset=True)))
 
     def faults(self, config: TrainConfig, source: Source, classes: Mapping[str, Any]) -> Iterator[Fault]:
-        """What can't be with this task. ``classes``: what the names of components resolved to, by kind."""
-        yield from ()
+        """What can't be with this task: a loss that is given or reads what it has none of, a metric that does.
+
+        Args:
+            classes: what the names of components resolved to, by kind.
+        """
+        from twinkle_core.contracts.loss import Loss
+
+        loss = built("loss", config.loss)
+        if missing := sorted(required(loss) - self.gives):
+            yield (
+                source.origin(("loss",)),
+                f"loss '{config.loss.cls}' needs {missing}, which task '{config.task}' does not give",
+            )
+        elif isinstance(loss, Loss) and type(loss).groups is not Loss.groups and not self.grouped:
+            text = f"loss '{config.loss.cls}' reads groups of rows, and task '{config.task}' has single ones"
+            yield source.origin(("loss",)), f"{text}; for pairs take task: dpo, for embeddings task: embedding"
+        parts: list[tuple[str, Place, Component]] = [("loss", ("loss",), config.loss)] if self.grouped else []
+        parts += [("metric", ("metrics", number), metric) for number, metric in enumerate(config.metrics)]
+        for kind, place, part in () if self.embeds else parts:
+            if "embeddings" in getattr(built(kind, part), "needs", ()):
+                text = f"{kind} '{part.cls}' reads embeddings, and task '{config.task}' makes none; take task: embedding"
+                yield source.origin(place), text
 
     def dataset(self, config: TrainConfig) -> type[Dataset]:
         """The class of its data."""
@@ -85,6 +111,21 @@ def of(name: str) -> Task:
     """The task of a name that the schema has let pass."""
     task: Task = import_module(f"twinkle_core.cli.plans.{name}").TASK
     return task
+
+
+def built(kind: str, part: Component) -> Any:
+    """A component, or None where its name or an argument is wrong, which is told elsewhere."""
+    return attempt(lambda: registry.build(kind, part.cls, part.arguments)).value
+
+
+def required(loss: Any) -> frozenset[str]:
+    """Arguments without which a loss can't be called."""
+    try:
+        parameters = list(inspect.signature(loss).parameters.values())[2:]
+    except (TypeError, ValueError):
+        return frozenset()
+    named = {p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
+    return frozenset(named) | frozenset(getattr(loss, "required_args", ()))
 
 
 def _merged(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:

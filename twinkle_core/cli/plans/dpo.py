@@ -6,8 +6,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from twinkle_core import registry
-from twinkle_core.cli.plans.base import Beside, Fault, Task
+from twinkle_core.cli.plans.base import Beside, Fault, Task, built, required
 from twinkle_core.config.schema import TrainConfig
 from twinkle_core.config.source import Source
 
@@ -23,6 +22,7 @@ class Preference(Task):
     """
 
     grouped = True
+    gives = frozenset({"ref_logps"})
     unit = "a pair"
 
     def defaults(self, config: TrainConfig) -> dict[str, Any]:
@@ -38,6 +38,7 @@ class Preference(Task):
         """Packing, and a loss that reads no pairs."""
         from twinkle_core.contracts.loss import Loss
 
+        yield from super().faults(config, source, classes)
         if config.packing:
             yield source.origin(("packing",)), "packing: pairs can't be packed; remove it, or set it to false"
         loss = classes.get("loss")
@@ -46,7 +47,7 @@ class Preference(Task):
 
     def beside(self, config: TrainConfig, model: TwinkleModel, make: Callable[[], TwinkleModel]) -> Beside:
         """Logps of the reference, for a loss that can't do without."""
-        if not needs_reference(registry.build("loss", config.loss.cls, config.loss.arguments)):
+        if "ref_logps" not in required(built("loss", config.loss)):
             return super().beside(config, model, make)
         how: dict[str, Any] = {"return_logits": False, "micro_batch_size": config.training.micro_batch_size}
         if config.adapter is not None and config.adapter.path is None:
@@ -55,15 +56,6 @@ class Preference(Task):
         else:
             reference = make()
         return lambda rows: {"ref_logps": reference.forward_only(inputs=rows, **how).logps}
-
-
-def needs_reference(loss: Any) -> bool:
-    """Whether a loss can't be called without ``ref_logps``."""
-    try:
-        asked = inspect.signature(loss).parameters.get("ref_logps")
-    except (TypeError, ValueError):
-        return False
-    return asked is not None and (asked.default is asked.empty or "ref_logps" in getattr(loss, "required_args", ()))
 
 
 TASK = Preference()

@@ -20,6 +20,7 @@ class Embedding(Task):
     """Groups of an anchor, a positive and negatives."""
 
     grouped = True
+    embeds = True
     unit = "nats a group"
 
     def defaults(self, config: TrainConfig) -> dict[str, Any]:
@@ -36,6 +37,7 @@ class Embedding(Task):
 
     def faults(self, config: TrainConfig, source: Source, classes: Mapping[str, Any]) -> Iterator[Fault]:
         """Packing, and a loss that reads no embeddings."""
+        yield from super().faults(config, source, classes)
         if config.packing:
             yield source.origin(("packing",)), "packing: groups of texts can't be packed; remove it, or set it to false"
         loss = classes.get("loss")

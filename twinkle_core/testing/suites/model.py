@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import sys
 from collections.abc import Callable, Sequence
@@ -165,6 +166,22 @@ class ModelSuite(ModelNumbers, ModelState):
         assert len(texts) == len(rows) and all(isinstance(text, str) for text in texts)
         assert train(asked, name, [rows[2:]] * 3, steps=2) == train(plain, name, [rows[2:]] * 3, steps=2)
         assert_same(weights(asked, name), weights(plain, name))
+
+    def test_completions_as_rows_are_prompt_and_completion(self, name: str, rows: Rows) -> None:
+        """``generate(..., return_rows=True)``: the prompt and what follows it, with aligned labels on that alone; trainable."""
+        model = self.ready(name)
+        if GENERATE not in self.capabilities(model):
+            pytest.skip("generate is not among its capabilities")
+        prompts: list[InputFeature] = [{"input_ids": row["input_ids"]} for row in rows]
+        made = model.generate(prompts, adapter_name=name, return_rows=True, **self.generate_arguments)
+        assert len(made) == len(prompts)
+        for prompt, row in zip(prompts, made, strict=True):
+            before, ids = list(prompt["input_ids"]), list(row["input_ids"])
+            written = ids[len(before) :]
+            assert ids[: len(before)] == before and row["length"] == len(ids)
+            assert list(row["labels"]) == [*[IGNORE_INDEX] * (len(before) - 1), *written, IGNORE_INDEX]
+        assert any(len(row["input_ids"]) > len(prompt["input_ids"]) for row, prompt in zip(made, prompts, strict=True))
+        assert math.isfinite(float(model.forward_backward(made, adapter_name=name)))
 
     def test_verbs_beyond_its_capabilities_raise(self, name: str, rows: Rows) -> None:
         """Unsupported, before anything changes: within a window, training goes on bit for bit as without."""

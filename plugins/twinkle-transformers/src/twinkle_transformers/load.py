@@ -17,6 +17,8 @@ from twinkle_core.errors import (
     ModelNotLoaded,
     NoDevice,
     NoModel,
+    NotComputed,
+    TwinkleError,
     UnknownModelClass,
     WrongArgument,
     WrongType,
@@ -92,12 +94,17 @@ def warn_slow_precision(precision: Precision, device: torch.device) -> None:
 
 
 def _check_options(owner: str, own: frozenset[str], options: Mapping[str, Any], known: frozenset[str], config: Any) -> None:
-    """Every option is the loader's or the config's, else a misspelling that would have been without effect."""
+    """Every option is the loader's or the config's, and has an effect."""
     for key in options:
         if key not in known and not hasattr(config, key):
             fields = [] if config is None else [f for f in config.to_dict() if not f.startswith("_")]
             near = closest(key, own) or closest(key, [*known, *fields])
             raise WrongArgument(owner, key, near, sorted(own))
+    if options.get("output_router_logits") and config is not None:
+        known_as, text = type(config).__name__, config.get_text_config()
+        if options.get("router_aux_loss_coef", getattr(text, "router_aux_loss_coef", None)) is None:
+            why = "its router has no such loss (no router_aux_loss_coef). Leave output_router_logits out"
+            raise NotComputed(f"the model of {known_as}", "aux_loss", why)
 
 
 def load_model(
@@ -192,6 +199,8 @@ def _load(
         if not issubclass(cls, (PreTrainedModel, _BaseAutoModelClass)):  # one that only looks like transformers'
             return cls.from_pretrained(folder, **options)
         model, report = cls.from_pretrained(folder, output_loading_info=True, **options)
+    except TwinkleError:
+        raise
     except _UNREADABLE as error:
         raise ModelNotLoaded(folder, str(error) or type(error).__name__) from error
     _check_complete(model, folder, report, reshaped=bool(strange) or config is not None)

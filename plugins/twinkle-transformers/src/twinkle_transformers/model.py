@@ -103,38 +103,12 @@ class TransformersModel(SessionModel):
         precision.narrows = not sharded
         bucket = check_ddp_config(ddp_config or {})
         scaler = _scaler(precision, device, grad_scaler_config)
-        meeting = Meeting(mesh, device, bucket)
+        layout = Layout(owner, Meeting(mesh, device, bucket))
         own = frozenset(p for cls in (TransformersModel, type(self)) for p in inspect.signature(cls).parameters) - {"kwargs"}
-
-        def read(device: torch.device = device) -> Any:
-            return load.load_model(
-                owner,
-                own,
-                model_cls=model_cls,
-                model_id=model_id,
-                config=config,
-                precision=precision,
-                device=device,
-                options=kwargs,
-            )
-
-        by_one = memory_efficient_init and sharded
-        if by_one:
-            build = functools.partial(load.from_config, model_cls, options=kwargs)
-            module = fsdp.load_on_first(mesh, lambda: read(torch.device("cpu")), build)
-        else:
-            module = read()
-        load.set_checkpointing(module, gradient_checkpointing)
-        module.train()  # at rest; only ``forward_only`` and ``generate`` leave it, and come back
-        load.warn_slow_precision(precision, device)
-        tensor.check(owner, module.config, mesh)
-        if not by_one:
-            meeting.agree([*module.parameters(), *module.buffers()])
-        source = fsdp.held(module) if by_one and mesh.rank == 0 else None
-        layout = Layout(owner, meeting)
-        layout.lay(module, precision.compute, fsdp_config or {})
-        if by_one:
-            fsdp.fill(module, source, device)
+        which = {"model_cls": model_cls, "model_id": model_id, "config": config, "precision": precision, "options": kwargs}
+        read = functools.partial(load.load_model, owner, own, **which)
+        build = functools.partial(load.from_config, model_cls, options=kwargs) if memory_efficient_init and sharded else None
+        module = _laid(layout, read, build, precision, fsdp_config or {}, gradient_checkpointing)
         facts = {
             "model_id": str(model_id) if model_id is not None else "none (random weights)",
             "mixed_precision": mixed_precision,
@@ -165,6 +139,36 @@ class TransformersModel(SessionModel):
     def module(self) -> Any:
         """The transformers model itself, peft's layers inside; in training mode at rest (call ``eval()`` to use it by hand)."""
         return self.adapters.module
+
+
+def _laid(
+    layout: Layout,
+    read: Callable[..., Any],
+    build: Callable[[Any], Any] | None,
+    precision: Precision,
+    fsdp_config: Mapping[str, Any],
+    gradient_checkpointing: bool | None,
+) -> Any:
+    """A model that is loaded and lies over its mesh.
+
+    Args:
+        read: loads it, to ``device``.
+        build: makes it of its config, without weights: then the first rank alone reads them. None: every rank does.
+    """
+    mesh, device = layout.meeting.mesh, layout.meeting.device
+    cpu = torch.device("cpu")
+    module = read(device=device) if build is None else fsdp.load_on_first(mesh, lambda: read(device=cpu), build)
+    load.set_checkpointing(module, gradient_checkpointing)
+    module.train()  # at rest; only ``forward_only`` and ``generate`` leave it, and come back
+    load.warn_slow_precision(precision, device)
+    tensor.check(layout.owner, module.config, mesh)
+    if build is None:
+        layout.meeting.agree([*module.parameters(), *module.buffers()])
+    source = fsdp.held(module) if build is not None and mesh.rank == 0 else None
+    layout.lay(module, precision.compute, fsdp_config)
+    if build is not None:
+        fsdp.fill(module, source, device)
+    return module
 
 
 def _writer(template: Any) -> Any:

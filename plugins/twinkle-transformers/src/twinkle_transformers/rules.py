@@ -80,7 +80,7 @@ def tell_left_out(name: str, module: Any) -> None:
     left = [
         key
         for key, layer in plain_modules(module)
-        if isinstance(layer, torch.nn.Linear) and id(layer) not in carried and layer is not output
+        if isinstance(layer, torch.nn.Linear) and id(layer) not in carried and layer is not output and key != VALUE_HEAD
     ]
     if left:
         ends = sorted({".".join(key.split(".")[-2:]) for key in left})

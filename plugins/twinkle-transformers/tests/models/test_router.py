@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import Qwen3MoeConfig
+from transformers import DeepseekV3Config, Qwen3MoeConfig
 
 from twinkle_core.errors import NotComputed
 from twinkle_core.processors.input import InputProcessor
@@ -130,6 +130,17 @@ def test_without_whole_logits_one_column_is_made():
         *m.engine.prepare(m._resolved(m.sessions[""]), batch), frozenset({"hidden", "aux_loss"}), train=True
     )
     assert hidden.hidden.shape == (2, 7, 32) and shapes == [(2, 1, 264)]
+
+
+def test_asked_of_a_router_without_one_is_refused_before_anything_is_loaded(monkeypatch, tmp_path):
+    """DeepSeek V3's is balanced by a bias: the option would be without effect."""
+    asked = DeepseekV3Config(vocab_size=264, hidden_size=32, num_hidden_layers=1)
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_config", lambda *_, **__: pytest.fail("it was built"))
+    with pytest.raises(NotComputed, match="no router_aux_loss_coef"):
+        TransformersModel(config=asked, output_router_logits=True)
+    asked.save_pretrained(tmp_path)
+    with pytest.raises(NotComputed, match="DeepseekV3Config gives no aux_loss"):
+        TransformersModel(model_id=tmp_path, output_router_logits=True)
 
 
 def test_a_dense_model_has_none():

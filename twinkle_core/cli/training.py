@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from twinkle_core import plugins, registry
-from twinkle_core.cli import checkpoints, plot, quickstart_model, resume, run_files, sft_plan
+from twinkle_core.cli import checkpoints, planning, plot, quickstart_model, resume, run_files
 from twinkle_core.cli.interrupts import Interrupts
 from twinkle_core.cli.plans.base import Beside
 from twinkle_core.config.schema import DatasetConfig, TrainConfig
@@ -44,7 +44,7 @@ class Data:
 class Run:
     """What is trained, on what, and how far it is."""
 
-    plan: sft_plan.Plan
+    plan: planning.Plan
     model: TwinkleModel
     loader: DataLoader
     eval_loader: DataLoader | None
@@ -59,7 +59,7 @@ class Run:
         return self.plan.config
 
 
-def run(plan: sft_plan.Plan, say: Callable[[str], None] = print, bar: bool = True) -> int:
+def run(plan: planning.Plan, say: Callable[[str], None] = print, bar: bool = True) -> int:
     """Train, with checkpoints each ``save_steps``, at the end, and where a signal stops it.
 
     Returns:
@@ -230,12 +230,12 @@ def _each(steps: int | None, step: int) -> bool:
 # ---------------------------------------------------------------------------------------------------- building
 
 
-def prepare(plan: sft_plan.Plan, say: Callable[[str], None] = print) -> Run:
+def prepare(plan: planning.Plan, say: Callable[[str], None] = print) -> Run:
     """Data, model and the state of training of a new run."""
     return build(plan, load_data(plan, say), None, say)
 
 
-def load_data(plan: sft_plan.Plan, say: Callable[[str], None]) -> Data:
+def load_data(plan: planning.Plan, say: Callable[[str], None]) -> Data:
     """The data, and what they tell of the run; before the model, because a fault in them shows sooner than a model loads.
 
     Raises:
@@ -256,14 +256,14 @@ def load_data(plan: sft_plan.Plan, say: Callable[[str], None]) -> Data:
     eval_loader = _loader(plan, _rows(plan, held_out), template, training=False) if held_out else None
     per_epoch = math.ceil(len(loader) / config.training.gradient_accumulation_steps)
     total = config.training.max_steps or config.training.epochs * per_epoch
-    sft_plan.check_scheduler(plan, total)
+    planning.check_scheduler(plan, total)
     say(f"{len(loader.dataset)} rows, {per_epoch} steps an epoch, {total} steps in all")
     if plan.resume is not None:
         run_files.check_data_order(run_files.data_order(config, len(loader.dataset), content), plan.resume)
     return Data(model_id, template, loader, eval_loader, content, total)
 
 
-def build(plan: sft_plan.Plan, data: Data, start: resume.Start | None, say: Callable[[str], None]) -> Run:
+def build(plan: planning.Plan, data: Data, start: resume.Start | None, say: Callable[[str], None]) -> Run:
     """The model and the state of training, from the beginning or from a checkpoint."""
     model = _model(plan, data.model_id, data.template, data.total)
     # before a checkpoint's random state is put back: loading another model draws from it
@@ -282,16 +282,16 @@ def _template(config: TrainConfig, model_id: str) -> Template:
     from twinkle_core.contracts.template import Template
 
     section = config.template
-    given = {"model_id": model_id, **sft_plan.own_arguments(section), **section.arguments}
+    given = {"model_id": model_id, **planning.own_arguments(section), **section.arguments}
     template: Template = registry.build("template", section.cls, given, contract=Template)
     return template
 
 
-def _rows(plan: sft_plan.Plan, sets: list[DatasetConfig]) -> Dataset:
+def _rows(plan: planning.Plan, sets: list[DatasetConfig]) -> Dataset:
     """Conversations (or what the task trains on), not yet encoded."""
     from twinkle_core.data.dataset import DatasetMeta
 
-    metas = [DatasetMeta(sft_plan.dataset_path(part), part.subset, part.split, _slice(part.slice)) for part in sets]
+    metas = [DatasetMeta(planning.dataset_path(part), part.subset, part.split, _slice(part.slice)) for part in sets]
     dataset = plan.task.dataset(plan.config)(metas[0])
     for meta in metas[1:]:
         dataset.add_dataset(meta)
@@ -308,7 +308,7 @@ def _slice(given: int | list[int] | None) -> range | None:
     return None if given is None else range(given) if isinstance(given, int) else range(*given)
 
 
-def _loader(plan: sft_plan.Plan, dataset: Dataset, template: Template, training: bool) -> DataLoader:
+def _loader(plan: planning.Plan, dataset: Dataset, template: Template, training: bool) -> DataLoader:
     from twinkle_core.data.dataloader import DataLoader
 
     dataset.set_template(template)
@@ -325,13 +325,13 @@ def _loader(plan: sft_plan.Plan, dataset: Dataset, template: Template, training:
     )
 
 
-def _untrained(plan: sft_plan.Plan, model_id: str) -> TwinkleModel:
+def _untrained(plan: planning.Plan, model_id: str) -> TwinkleModel:
     """The model with its adapter, as a run begins."""
     from twinkle_core.contracts.model import TwinkleModel
 
     config, section = plan.config, plan.config.model
     mesh = {} if plan.mesh is None else {"device_mesh": plan.mesh}
-    given = {"model_id": model_id, **mesh, **sft_plan.own_arguments(section), **section.arguments}
+    given = {"model_id": model_id, **mesh, **planning.own_arguments(section), **section.arguments}
     model: TwinkleModel = registry.build("model", section.cls, given, contract=TwinkleModel)
     for patch in config.patches:
         model.apply_patch(patch.cls, **patch.arguments)
@@ -341,7 +341,7 @@ def _untrained(plan: sft_plan.Plan, model_id: str) -> TwinkleModel:
     return model
 
 
-def _model(plan: sft_plan.Plan, model_id: str, template: Template, total: int) -> TwinkleModel:
+def _model(plan: planning.Plan, model_id: str, template: Template, total: int) -> TwinkleModel:
     config, model = plan.config, _untrained(plan, model_id)
     model.set_template(template)
     if config.processor is not None:
@@ -349,14 +349,14 @@ def _model(plan: sft_plan.Plan, model_id: str, template: Template, total: int) -
     model.set_loss(config.loss.cls, **config.loss.arguments)
     model.set_optimizer(config.optimizer.cls, **config.optimizer.arguments)
     if config.scheduler is not None:
-        given = sft_plan.with_lengths(plan.classes["scheduler"], config.scheduler.arguments, total)
+        given = planning.with_lengths(plan.classes["scheduler"], config.scheduler.arguments, total)
         model.set_lr_scheduler(config.scheduler.cls, **given)
     for metric in config.metrics:
         model.add_metric(metric.cls, **metric.arguments)
     return model
 
 
-def _adapter_config(plan: sft_plan.Plan) -> Any:
+def _adapter_config(plan: planning.Plan) -> Any:
     """A peft config, or the folder of an adapter."""
     config = plan.config
     assert config.adapter is not None
