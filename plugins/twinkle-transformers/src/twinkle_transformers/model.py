@@ -20,7 +20,7 @@ from twinkle_core.train.verbs import SessionModel
 from twinkle_transformers import fsdp, load, tensor
 from twinkle_transformers.adapters import PeftAdapters
 from twinkle_transformers.engine import TransformersEngine
-from twinkle_transformers.parallel import Layout, Meeting, check_ddp_config, mesh_of
+from twinkle_transformers.parallel import Layout, Meeting, check_ddp_config, lay_over, mesh_of
 from twinkle_transformers.precision import Mixed, Precision
 
 if TYPE_CHECKING:
@@ -91,42 +91,27 @@ class TransformersModel(SessionModel):
         mesh = mesh_of(owner, device_mesh)
         precision = Precision(mixed_precision)
         device = load.pick_device(mesh)
-        sharded = mesh.sizes["fsdp"] > 1
         fsdp.check_config(fsdp_config or {})
-        precision.narrows = not sharded
-        bucket = check_ddp_config(ddp_config or {})
+        tensor.check_mesh(owner, mesh)
+        precision.narrows = mesh.sizes["fsdp"] == 1
         scaler = _scaler(precision, device, grad_scaler_config)
-        meeting = Meeting(mesh, device, bucket)
 
-        def read(device: torch.device = device) -> Any:
-            return load.load_model(
-                owner,
-                frozenset(inspect.signature(TransformersModel).parameters) - {"kwargs"},
-                model_cls=model_cls,
-                model_id=model_id,
-                config=config,
-                precision=precision,
-                device=device,
-                options=kwargs,
-            )
+        def read(place: torch.device) -> Any:
+            own = frozenset(inspect.signature(TransformersModel).parameters) - {"kwargs"}
+            what = {"model_cls": model_cls, "model_id": model_id, "config": config}
+            return load.load_model(owner, own, **what, precision=precision, device=place, options=kwargs)
 
-        by_one = memory_efficient_init and sharded
-        if by_one:
-            build = functools.partial(load.from_config, model_cls, options=kwargs)
-            module = fsdp.load_on_first(mesh, lambda: read(torch.device("cpu")), build)
-        else:
-            module = read()
-        load.set_checkpointing(module, gradient_checkpointing)
+        module, layout = lay_over(
+            Layout(owner, Meeting(mesh, device, check_ddp_config(ddp_config or {}))),
+            read,
+            functools.partial(load.from_config, model_cls, options=kwargs),
+            lambda module: load.set_checkpointing(module, gradient_checkpointing),
+            by_one=memory_efficient_init,
+            compute=precision.compute,
+            fsdp_config=fsdp_config or {},
+        )
         module.train()  # at rest; only ``forward_only`` and ``generate`` leave it, and come back
         load.warn_slow_precision(precision, device)
-        tensor.check(owner, module.config, mesh)
-        if not by_one:
-            meeting.agree([*module.parameters(), *module.buffers()])
-        source = fsdp.held(module) if by_one and mesh.rank == 0 else None
-        layout = Layout(owner, meeting)
-        layout.lay(module, precision.compute, fsdp_config or {})
-        if by_one:
-            fsdp.fill(module, source, device)
         facts = {
             "model_id": str(model_id) if model_id is not None else "none (random weights)",
             "mixed_precision": mixed_precision,

@@ -101,6 +101,7 @@ def attention(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
+    twinkle_sequence: Whole | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """transformers' ``sdpa``; with ``twinkle_sequence``, over the whole sequence of which the arguments are a part.
@@ -111,7 +112,7 @@ def attention(
     Returns:
         ``[B, T/U, H, D]``, and None for the weights.
     """
-    whole: Whole | None = kwargs.pop(WORD, None)
+    whole = twinkle_sequence
     if whole is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     whole.calls += 1
