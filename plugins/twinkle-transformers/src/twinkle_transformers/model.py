@@ -98,7 +98,7 @@ class TransformersModel(SessionModel):
 
         def read(place: torch.device) -> Any:
             own = frozenset(inspect.signature(TransformersModel).parameters) - {"kwargs"}
-            what = {"model_cls": model_cls, "model_id": model_id, "config": config}
+            what: dict[str, Any] = {"model_cls": model_cls, "model_id": model_id, "config": config}
             return load.load_model(owner, own, **what, precision=precision, device=place, options=kwargs)
 
         module, layout = lay_over(
