@@ -1,8 +1,8 @@
 """Peak memory of each process that trains one model, by how the weights lie over the processes.
 
 A Llama of 79 million weights in fp32 on the CPU (0.3 GB of weights; with gradients and AdamW's state 1.3 GB) is read from a
-folder and trained for two steps of 2 x 64 tokens a process. Resident memory at its peak (``ru_maxrss``), less what the process
-has once its libraries are imported. Besides: how much of it was there before the first step.
+folder and trained for two steps of 2 x 64 tokens a process. Resident memory at its peak, less what the process has once its
+libraries are imported: while the model is built, and while it is trained.
 
     python benchmarks/memory_fsdp.py            # 1, 2 and 4 processes: some minutes
     python benchmarks/memory_fsdp.py --quick    # 1 and 2 processes
@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import resource
+import os
 import sys
 import tempfile
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -41,8 +42,14 @@ LAYOUTS: dict[str, tuple[int, dict[str, int], dict[str, Any]]] = {
 
 
 def peak() -> float:
-    """MB of resident memory at its peak so far."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    """MB of resident memory at its peak since ``forget``."""
+    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]
+    return int(line.split()[1]) / 1024
+
+
+def forget() -> None:
+    """Begin a new peak (Linux)."""
+    Path("/proc/self/clear_refs").write_text("5")
 
 
 def config() -> LlamaConfig:
@@ -62,10 +69,12 @@ class Measure:
     """Called in a process of its own."""
 
     def train(self, rank: int, world_size: int, folder: str, sizes: dict[str, int], options: dict[str, Any]) -> list[float]:
+        forget()
         before = peak()
         mesh = DeviceMesh.from_sizes(device_type="cpu", **sizes)
         model = TransformersModel(model_id=folder, mixed_precision="no", device_mesh=mesh, **options)
         built = peak()
+        forget()
         model.set_optimizer("adamw", lr=1e-4)
         for _ in range(2):
             model.forward_backward(random_rows([64, 64], vocabulary=8000))
@@ -77,6 +86,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="1 and 2 processes")
     args = parser.parse_args()
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"  # of the processes to come: what is freed is given back at once
     found: dict[str, float] = {}
     measure = importlib.import_module("memory_fsdp").Measure  # under a name by which other processes find it
     with tempfile.TemporaryDirectory() as folder:

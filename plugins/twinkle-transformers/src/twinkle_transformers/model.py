@@ -20,7 +20,7 @@ from twinkle_core.train.verbs import SessionModel
 from twinkle_transformers import fsdp, load, tensor
 from twinkle_transformers.adapters import PeftAdapters
 from twinkle_transformers.engine import TransformersEngine
-from twinkle_transformers.parallel import Layout, Meeting, check_ddp_config, mesh_of
+from twinkle_transformers.parallel import Layout, Meeting, check_ddp_config, lay_over, mesh_of
 from twinkle_transformers.patches.fast_lora import FastLora
 from twinkle_transformers.precision import Mixed, Precision
 from twinkle_transformers.store import ModelStore
@@ -98,17 +98,27 @@ class TransformersModel(SessionModel):
         mesh = mesh_of(owner, device_mesh)
         precision = Precision(mixed_precision)
         device = load.pick_device(mesh)
-        sharded = mesh.sizes["fsdp"] > 1
         fsdp.check_config(fsdp_config or {})
-        precision.narrows = not sharded
-        bucket = check_ddp_config(ddp_config or {})
+        tensor.check_mesh(owner, mesh)
+        precision.narrows = mesh.sizes["fsdp"] == 1
         scaler = _scaler(precision, device, grad_scaler_config)
-        layout = Layout(owner, Meeting(mesh, device, bucket))
-        own = frozenset(p for cls in (TransformersModel, type(self)) for p in inspect.signature(cls).parameters) - {"kwargs"}
-        which = {"model_cls": model_cls, "model_id": model_id, "config": config, "precision": precision, "options": kwargs}
-        read = functools.partial(load.load_model, owner, own, **which)
-        build = functools.partial(load.from_config, model_cls, options=kwargs) if memory_efficient_init and sharded else None
-        module = _laid(layout, read, build, precision, fsdp_config or {}, gradient_checkpointing)
+
+        def read(place: torch.device) -> Any:
+            own = {p for cls in (TransformersModel, type(self)) for p in inspect.signature(cls).parameters} - {"kwargs"}
+            what: dict[str, Any] = {"model_cls": model_cls, "model_id": model_id, "config": config}
+            return load.load_model(owner, frozenset(own), **what, precision=precision, device=place, options=kwargs)
+
+        module, layout = lay_over(
+            Layout(owner, Meeting(mesh, device, check_ddp_config(ddp_config or {}))),
+            read,
+            functools.partial(load.from_config, model_cls, options=kwargs),
+            lambda module: load.set_checkpointing(module, gradient_checkpointing),
+            by_one=memory_efficient_init,
+            compute=precision.compute,
+            fsdp_config=fsdp_config or {},
+        )
+        module.train()  # at rest; only ``forward_only`` and ``generate`` leave it, and come back
+        load.warn_slow_precision(precision, device)
         facts = {
             "model_id": str(model_id) if model_id is not None else "none (random weights)",
             "mixed_precision": mixed_precision,
@@ -139,36 +149,6 @@ class TransformersModel(SessionModel):
     def module(self) -> Any:
         """The transformers model itself, peft's layers inside; in training mode at rest (call ``eval()`` to use it by hand)."""
         return self.adapters.module
-
-
-def _laid(
-    layout: Layout,
-    read: Callable[..., Any],
-    build: Callable[[Any], Any] | None,
-    precision: Precision,
-    fsdp_config: Mapping[str, Any],
-    gradient_checkpointing: bool | None,
-) -> Any:
-    """A model that is loaded and lies over its mesh.
-
-    Args:
-        read: loads it, to ``device``.
-        build: makes it of its config, without weights: then the first rank alone reads them. None: every rank does.
-    """
-    mesh, device = layout.meeting.mesh, layout.meeting.device
-    cpu = torch.device("cpu")
-    module = read(device=device) if build is None else fsdp.load_on_first(mesh, lambda: read(device=cpu), build)
-    load.set_checkpointing(module, gradient_checkpointing)
-    module.train()  # at rest; only ``forward_only`` and ``generate`` leave it, and come back
-    load.warn_slow_precision(precision, device)
-    tensor.check(layout.owner, module.config, mesh)
-    if build is None:
-        layout.meeting.agree([*module.parameters(), *module.buffers()])
-    source = fsdp.held(module) if build is not None and mesh.rank == 0 else None
-    layout.lay(module, precision.compute, fsdp_config)
-    if build is not None:
-        fsdp.fill(module, source, device)
-    return module
 
 
 def _writer(template: Any) -> Any:

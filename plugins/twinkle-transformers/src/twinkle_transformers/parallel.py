@@ -27,7 +27,7 @@ from twinkle_core.mesh import DeviceMesh
 from twinkle_core.ops.gather import Ranks
 from twinkle_core.ops.sharded import is_sharded, local
 from twinkle_core.train.loop_engine import LoopEngine, gradients
-from twinkle_transformers import fsdp
+from twinkle_transformers import fsdp, tensor
 from twinkle_transformers.fsdp import Shards
 from twinkle_transformers.sequence import Sequence
 from twinkle_transformers.tensor import Experts, Parts
@@ -144,8 +144,8 @@ class Meeting:
 
     def agree(self, tensors: Iterable[torch.Tensor]) -> None:
         """Give tensors that lie apart nowhere the values that rank 0 has."""
-        for tensor in tensors if self.mesh.world_size > 1 else ():
-            dist.broadcast(tensor.detach(), src=0)
+        for x in tensors if self.mesh.world_size > 1 else ():
+            dist.broadcast(x.detach(), src=0)
 
     def sum_gradients(self, parameters: Several[torch.nn.Parameter], kind: str) -> None:
         """Sum gradients over the ranks that meet. A parameter that got none on some rank counts 0 there."""
@@ -246,6 +246,41 @@ class Layout:
         words += [f"experts over {mesh.ep_size}"] if self.experts else []
         words += [f"sequence over {mesh.ulysses_size}"] if self.sequence else []
         return ", ".join(words)
+
+
+def lay_over(
+    layout: Layout,
+    read: Callable[[torch.device], Any],
+    build: Callable[[Any], Any],
+    prepare: Callable[[Any], None],
+    *,
+    by_one: bool,
+    compute: torch.dtype | None,
+    fsdp_config: Mapping[str, Any],
+) -> tuple[Any, Layout]:
+    """A model, laid over the ranks.
+
+    Args:
+        read: loads the model, to the device that it is given.
+        build: makes it from its config, without weights.
+        prepare: is called before it is laid.
+        by_one: rank 0 reads for all, where the weights lie apart.
+
+    Raises:
+        BadLayout, and what ``read`` raises.
+    """
+    mesh, device = layout.meeting.mesh, layout.meeting.device
+    by_one = by_one and mesh.sizes["fsdp"] > 1
+    module = fsdp.load_on_first(mesh, lambda: read(torch.device("cpu")), build) if by_one else read(device)
+    prepare(module)
+    tensor.check(layout.owner, getattr(module, "config", None), mesh)
+    if not by_one:
+        layout.meeting.agree([*module.parameters(), *module.buffers()])
+    source = fsdp.held(module) if by_one and mesh.rank == 0 else None
+    layout.lay(module, compute, fsdp_config)
+    if by_one:
+        fsdp.fill(module, source, device)
+    return module, layout
 
 
 class MeshEngine(LoopEngine):

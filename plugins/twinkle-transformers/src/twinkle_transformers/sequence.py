@@ -101,6 +101,7 @@ def attention(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
+    twinkle_sequence: Whole | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """transformers' ``sdpa``; with ``twinkle_sequence``, over the whole sequence of which the arguments are a part.
@@ -111,7 +112,7 @@ def attention(
     Returns:
         ``[B, T/U, H, D]``, and None for the weights.
     """
-    whole: Whole | None = kwargs.get(WORD)
+    whole = twinkle_sequence
     if whole is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     whole.calls += 1
@@ -119,7 +120,7 @@ def attention(
     causal = kwargs.get("is_causal")
     causal = bool(getattr(module, "is_causal", True)) if causal is None else causal
     mask = whole.mask(q.shape[2], q.device, causal, kwargs.get("sliding_window"))
-    given = {**{name: value for name, value in kwargs.items() if name != WORD}, "is_causal": causal and mask is None}
+    given = {**kwargs, "is_causal": causal and mask is None}
     out, _ = sdpa_attention_forward(module, q, k, v, mask, **given)
     return _Exchange.apply(out, whole.group, 1, 2), None  # type: ignore[no-untyped-call]
 

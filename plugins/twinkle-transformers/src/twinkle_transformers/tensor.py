@@ -36,8 +36,8 @@ def _divides(owner: str, what: str, count: int | None, name: str, size: int) -> 
         raise BadLayout(owner, f"{count} {what} can't be shared by {name} {size} ({count} / {size} = {count / size:.4g})")
 
 
-def check(owner: str, config: Any, mesh: DeviceMesh) -> None:
-    """Whether a model of this config can be laid over the mesh.
+def check_mesh(owner: str, mesh: DeviceMesh) -> None:
+    """Whether any model can be laid over the mesh.
 
     Raises:
         BadLayout: with the arithmetic.
@@ -58,6 +58,15 @@ def check(owner: str, config: Any, mesh: DeviceMesh) -> None:
         raise BadLayout(owner, f"ulysses_size {ulysses} × tp_size {tp}: both share the attention heads; take one of them")
     if mesh.etp_size > 1:
         raise BadLayout(owner, f"etp_size {mesh.etp_size} is not for transformers models")
+
+
+def check(owner: str, config: Any, mesh: DeviceMesh) -> None:
+    """Whether a model of this config can.
+
+    Raises:
+        BadLayout: with the arithmetic.
+    """
+    tp, ep, ulysses = mesh.sizes["tp"], mesh.ep_size, mesh.ulysses_size
     text = text_config_of(config)
     heads, kv = getattr(text, "num_attention_heads", None), getattr(text, "num_key_value_heads", None)
     _divides(owner, "attention heads", heads, "tp_size", tp)

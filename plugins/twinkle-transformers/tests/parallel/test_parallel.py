@@ -214,8 +214,10 @@ def test_two_tenants_train_as_in_one_process():
     ],
 )
 def test_meshes_that_make_no_sense_say_why(sizes, text):
+    mesh = DeviceMesh.from_sizes(**sizes)
     with pytest.raises(BadLayout, match=text):
-        tensor.check("TransformersModel", tiny_config(), DeviceMesh.from_sizes(**sizes))
+        tensor.check_mesh("TransformersModel", mesh)
+        tensor.check("TransformersModel", tiny_config(), mesh)
 
 
 def test_experts_are_shared_evenly():
