@@ -8,7 +8,7 @@ import threading
 import pytest
 import torch
 from peft import LoraConfig
-from transformers import MixtralConfig, MixtralForCausalLM
+from transformers import MistralConfig, MixtralConfig, MixtralForCausalLM
 
 from twinkle_core.errors import BadArgument, BadLossResult, LabelsMissing, UnknownAdapter
 from twinkle_multilora.model import MultiLoraTransformersModel
@@ -352,6 +352,29 @@ def test_groups_keep_to_the_budget(monkeypatch):
     # a 22 tokens, b 2, c 35 (alone), d 18
     model.forward_backward_many({name: rows_of(name, 0) for name in "abcd"})
     assert sorted(passes) == [1, 1, 2]
+
+
+def test_a_window_hides_what_it_hides_alone(monkeypatch):
+    """Rows longer than a sliding window, and longer than those that the model is tried with."""
+    from twinkle_transformers.model import TransformersModel
+
+    config = MistralConfig(
+        vocab_size=264, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, sliding_window=24, pad_token_id=0,
+    )  # fmt: skip
+    rows = {name: [row for i in (20, 40) for row in rows_of(name, i)] for name in "ac"}
+    passes = count_passes(monkeypatch)
+    models = {"both": build(config=config), "alone": build(config=config)}
+    torch.manual_seed(0)
+    models["plain"] = TransformersModel(config=config, mixed_precision="no")
+    for which, model in models.items():
+        for name in "ca" if which == "both" else "c":
+            join(model, name)
+    losses = [float(models["both"].forward_backward_many(rows)["c"])]
+    losses += [float(models[which].forward_backward(rows["c"], adapter_name="c")) for which in ("alone", "plain")]
+    norms = [model.clip_grad_and_step(adapter_name="c") for model in models.values()]
+    assert passes[0] == 2 and losses[0] == losses[1] == pytest.approx(losses[2], rel=1e-5)
+    assert norms[0] == norms[1] == pytest.approx(norms[2], rel=1e-4)
 
 
 def test_few_tokens_are_filled_up():

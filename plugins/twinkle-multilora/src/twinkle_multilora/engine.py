@@ -15,18 +15,19 @@ from twinkle_core.isolation import attempt
 from twinkle_core.ops.token_logps import Tempered, token_logps
 from twinkle_core.train.loop_engine import evaluating
 from twinkle_core.types import IGNORE_INDEX, LossOutput, ModelOutput
-from twinkle_multilora.attention import configs_of, rows_apart
 from twinkle_multilora.backend import needed
 from twinkle_multilora.layers import Span
 from twinkle_multilora.packing import Pack, Piece, at_least, pack, piece_of
-from twinkle_multilora.probe import Sharing, sharing_of
+from twinkle_multilora.probe import Sharing, configs_of, sharing_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from twinkle_multilora.adapters import SlotAdapters
+    from twinkle_transformers.attention import by_row
     from twinkle_transformers.engine import TOKEN_NEEDS, TransformersEngine, training
 else:
+    by_row = needed("twinkle_transformers.attention", "transformers", "SlotEngine").by_row
     _engine = needed("twinkle_transformers.engine", "transformers", "SlotEngine")
     TOKEN_NEEDS, TransformersEngine, training = _engine.TOKEN_NEEDS, _engine.TransformersEngine, _engine.training
 
@@ -226,7 +227,7 @@ class SlotEngine(TransformersEngine):
         if packed.filler:
             spans.append(Span(None, packed.filler))
         apart = self.sharing.way == "apart"
-        with rows_apart(self._configs, packed.lengths), self.slots.share(spans, apart=apart, train=train):
+        with by_row(self.module, packed.lengths), self.slots.share(spans, apart=apart, train=train):
             yield
 
     def _outputs(
