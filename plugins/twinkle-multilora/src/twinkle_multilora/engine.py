@@ -65,7 +65,7 @@ class _Handed(torch.autograd.Function):
         return x.data
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
         return gradient
 
 
@@ -247,7 +247,7 @@ class SlotEngine(TransformersEngine):
             tokens = self._tokens(packed, needs, hidden, layer, temperature)
             shown = layer if temperature == 1.0 else Tempered(layer, temperature)
             outputs = []
-            cuts = seams or [None] * len(needs)
+            cuts: Sequence[list[Seam] | None] = seams or [None] * len(needs)
             for piece, own, want, found, cut in zip(packed.pieces, packed.parts(hidden), needs, tokens, cuts, strict=True):
                 output = ModelOutput({k: _cut_off(v, cut) for k, v in found.items() if k in want})
                 if want & {"hidden", "logits"}:
