@@ -308,11 +308,6 @@ entry(e.BadMetricResult("AcmeMetric", "NoneType"))
 entry(e.BadGroups("PairLoss", [2, 2], 5), way="Correct `groups()` of the loss, or give it rows that come in whole groups.")
 entry(e.RowsChanged("advantages", 8, 7), e.RowsChanged(None, 8, 7))
 entry(
-    e.RowsNotApart("GptOssAttention", "s_aux"),
-    why="A pass that tenants share cuts attention into rows. Models whose attention can't be cut take turns; the reason is "
-    "this text, which `get_train_configs()` shows.",
-)
-entry(
     e.RowsDisagree([32, 16], 2, 64),
     why="A caller of `lora_linear_many` said how many rows each tenant has, and they are not the rows of the input.",
 )

@@ -24,7 +24,6 @@ from twinkle_core.errors.backends import NoDevice as NoDevice
 from twinkle_core.errors.backends import NoModel as NoModel
 from twinkle_core.errors.backends import NotComputed as NotComputed
 from twinkle_core.errors.backends import PackingLeaks as PackingLeaks
-from twinkle_core.errors.backends import RowsNotApart as RowsNotApart
 from twinkle_core.errors.backends import UnknownModelClass as UnknownModelClass
 from twinkle_core.errors.backends import UnknownOption as UnknownOption
 from twinkle_core.errors.backends import WeightsMismatch as WeightsMismatch

@@ -172,12 +172,3 @@ class WeightsMismatch(CheckpointMismatch):
             if keys
         ]
         TwinkleError.__init__(self, f"the tensors don't fit {what}. Nothing was loaded.\n    " + "\n    ".join(lines))
-
-
-class RowsNotApart(TwinkleError, NotImplementedError):
-    """Attention that can't be computed row by row."""
-
-    def __init__(self, layer: str, what: str) -> None:
-        super().__init__(
-            f"{layer} asks its attention for {what}, which can't be computed row by row. Leave attn_implementation at 'sdpa'"
-        )

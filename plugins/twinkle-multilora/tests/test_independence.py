@@ -1,4 +1,4 @@
-"""Taking turns, tenants don't feel one another: everything of a tenant is, to the bit, what it is alone."""
+"""Calling one after the other, tenants don't feel one another: everything of a tenant is, to the bit, what it is alone."""
 
 from __future__ import annotations
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 
 import pytest
 import torch
 from peft import LoraConfig
-from transformers import MixtralConfig, MixtralForCausalLM
+from transformers import MistralConfig, MixtralConfig, MixtralForCausalLM
 
-from twinkle_core.errors import BadArgument, LabelsMissing, UnknownAdapter
+from twinkle_core.errors import BadArgument, BadLossResult, LabelsMissing, UnknownAdapter
 from twinkle_multilora.model import MultiLoraTransformersModel
 from twinkle_multilora.packing import LEAST
 from twinkle_transformers.testing import tiny_config
@@ -176,6 +177,112 @@ def test_a_loss_that_raises_is_its_tenants_own():
     assert all(torch.equal(x, y) for x, y in zip(before, state(model, "c"), strict=True))
 
 
+class _Raises(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise ZeroDivisionError("on the way back")
+
+
+def _raises_in_backward(inputs, outputs):
+    return _Raises.apply(outputs.logps).sum()
+
+
+def _exits(inputs, outputs):
+    raise SystemExit(3)
+
+
+def _goes_back_itself(inputs, outputs):
+    outputs.logps.sum().backward()
+    return outputs.logps.sum() * 0
+
+
+def _switches_gradients_off(inputs, outputs):
+    torch.set_grad_enabled(False)
+    return outputs.logps.sum()
+
+
+def _writes_into_outputs(inputs, outputs):
+    inputs["labels"].fill_(3)
+    outputs.hidden.mul_(0)
+    return outputs.logps.mul_(2).sum() + outputs.hidden.sum()
+
+
+def _draws(inputs, outputs):
+    torch.manual_seed(1)
+    return outputs.logps.sum() * torch.rand(())
+
+
+MEAN = (_raises_in_backward, _exits, _goes_back_itself, _switches_gradients_off, _writes_into_outputs, _draws)
+
+
+@pytest.mark.parametrize("loss", MEAN, ids=lambda f: f.__name__)
+def test_whatever_a_loss_does_reaches_nobody_else(loss):
+    """Its backward too is the tenant's own code: the others' windows go on, to the bit."""
+    loss.needs = {"logps", "hidden"}
+    model, alone = build(), build()
+    for name in "ca":
+        join(model, name)
+    join(alone, "a")
+    model.set_loss(loss, adapter_name="c")
+    for i in range(2):
+        with contextlib.suppress(ZeroDivisionError, SystemExit, RuntimeError, BadLossResult):
+            model.forward_backward_many({"c": rows_of("c", i), "a": rows_of("a", i)}, gradient_accumulation_steps=2)
+        alone.forward_backward(rows_of("a", i), adapter_name="a", gradient_accumulation_steps=2)
+    norms = [m.clip_grad_and_step(adapter_name="a") for m in (model, alone)]
+    assert norms[0] == norms[1] > 0
+    assert all(torch.equal(x, y) for x, y in zip(state(model, "a"), state(alone, "a"), strict=True))
+
+
+def test_a_backward_that_fails_costs_its_own_window_as_it_does_alone():
+    _raises_in_backward.needs = {"logps"}
+    for company in ("c", "ca"):
+        model = build()
+        for name in company:
+            join(model, name)
+        model.forward_backward(rows_of("c", 0), adapter_name="c", gradient_accumulation_steps=3)
+        model.set_loss(_raises_in_backward, adapter_name="c")
+        with pytest.raises(ZeroDivisionError) as raised:
+            model.forward_backward_many({name: rows_of(name, 1) for name in company})
+        assert "1 backward(s) before this one" in raised.value.__notes__[0]
+        assert model.sessions["c"].window.count == 0
+        assert all(p.grad is None for p in model.adapters.parameters("c").values())
+
+
+def test_a_loss_may_call_the_model():
+    """A reference by the base model, or by another tenant's adapter, in the middle of a pass of several."""
+    model, alone = build(gradient_checkpointing=True), build(gradient_checkpointing=True)
+    for name in "ca":
+        join(model, name)
+    join(alone, "a")
+
+    def with_reference(inputs, outputs):
+        reference = model.forward_only(rows_of("b", 0), adapter_name="a").logps
+        return outputs.logps.sum() + reference.sum()
+
+    with_reference.needs = {"logps"}
+    model.set_loss(with_reference, adapter_name="c")
+    found = model.forward_backward_many({"c": rows_of("c", 0), "a": rows_of("a", 0)})
+    assert float(found["a"]) == float(alone.forward_backward(rows_of("a", 0), adapter_name="a"))
+    assert model.clip_grad_and_step(adapter_name="a") == alone.clip_grad_and_step(adapter_name="a")
+
+
+def test_fast_off_takes_turns_and_gives_the_same_to_rounding():
+    found = []
+    for fast in (True, False):
+        model = build(fast=fast)
+        join(model, "c")
+        join(model, "b")
+        losses = [model.forward_backward_many({n: rows_of(n, i) for n in "cb"})["c"] for i in range(2)]
+        found.append((float(losses[1]), model.clip_grad_and_step(adapter_name="c"), model.get_train_configs(adapter_name="c")))
+    (loss, norm, table), (plain_loss, plain_norm, plain_table) = found
+    assert loss == pytest.approx(plain_loss, rel=1e-5) and norm == pytest.approx(plain_norm, rel=1e-4)
+    assert "tenants take turns (fast=False)" in plain_table and "fast=False" not in table and "FastLora" not in table
+
+
 def test_numbers_that_are_none_stay_with_their_tenant():
     model, alone = build(on_nonfinite="skip"), build()
     for name in "ac":
@@ -229,6 +336,11 @@ def test_loss_arguments_of_each_and_of_all():
     )
     assert seen == {1.0: {"some": "dict"}, 2.0: {"some": "dict"}}
     assert float(found["c"]) == pytest.approx(2 * float(found["a"]), rel=1e-2)  # adapters begin at B = 0
+    model.set_loss("cross_entropy", adapter_name="c")  # it takes no arguments
+    model.forward_backward_many({name: rows_of("a", 0) for name in "ac"}, weight={"a": 3.0}, shared={"a": 4})
+    assert seen[3.0] == 4
+    with pytest.raises(BadArgument, match="'nobody'"):
+        model.forward_backward_many({name: rows_of("a", 0) for name in "ac"}, weight={"a": 3.0, "nobody": 1})
 
 
 def test_groups_keep_to_the_budget(monkeypatch):
@@ -240,6 +352,29 @@ def test_groups_keep_to_the_budget(monkeypatch):
     # a 22 tokens, b 2, c 35 (alone), d 18
     model.forward_backward_many({name: rows_of(name, 0) for name in "abcd"})
     assert sorted(passes) == [1, 1, 2]
+
+
+def test_a_window_hides_what_it_hides_alone(monkeypatch):
+    """Rows longer than a sliding window, and longer than those that the model is tried with."""
+    from twinkle_transformers.model import TransformersModel
+
+    config = MistralConfig(
+        vocab_size=264, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, sliding_window=24, pad_token_id=0,
+    )  # fmt: skip
+    rows = {name: [row for i in (20, 40) for row in rows_of(name, i)] for name in "ac"}
+    passes = count_passes(monkeypatch)
+    models = {"both": build(config=config), "alone": build(config=config)}
+    torch.manual_seed(0)
+    models["plain"] = TransformersModel(config=config, mixed_precision="no")
+    for which, model in models.items():
+        for name in "ca" if which == "both" else "c":
+            join(model, name)
+    losses = [float(models["both"].forward_backward_many(rows)["c"])]
+    losses += [float(models[which].forward_backward(rows["c"], adapter_name="c")) for which in ("alone", "plain")]
+    norms = [model.clip_grad_and_step(adapter_name="c") for model in models.values()]
+    assert passes[0] == 2 and losses[0] == losses[1] == pytest.approx(losses[2], rel=1e-5)
+    assert norms[0] == norms[1] == pytest.approx(norms[2], rel=1e-4)
 
 
 def test_few_tokens_are_filled_up():

@@ -27,9 +27,12 @@ class MultiLoraSuite(ModelSuite):
         return MultiLoraTransformersModel(
             config=tiny_config(),
             mixed_precision="no",
-            device_mesh=DeviceMesh.from_sizes(device_type="cpu"),
-            **{"max_loras": 3, "max_r": 8, **options},
+            **{"device_mesh": DeviceMesh.from_sizes(device_type="cpu"), "max_loras": 3, "max_r": 8, **options},
         )
+
+    def test_two_ranks_are_one(self, rows: Any, tmp_path: Any) -> None:
+        self.build(device_mesh=DeviceMesh.from_sizes(world_size=2, dp_size=2, device_type="cpu"))  # what is refused, is so here
+        super().test_two_ranks_are_one(rows, tmp_path)
 
     def adapter_config(self, name: str) -> LoraConfig:
         return LoraConfig(r=4, lora_alpha=8, target_modules="all-linear")

@@ -15,18 +15,19 @@ from twinkle_core.isolation import attempt
 from twinkle_core.ops.token_logps import Tempered, token_logps
 from twinkle_core.train.loop_engine import evaluating
 from twinkle_core.types import IGNORE_INDEX, LossOutput, ModelOutput
-from twinkle_multilora.attention import configs_of, rows_apart
 from twinkle_multilora.backend import needed
 from twinkle_multilora.layers import Span
 from twinkle_multilora.packing import Pack, Piece, at_least, pack, piece_of
-from twinkle_multilora.probe import Sharing, sharing_of
+from twinkle_multilora.probe import Sharing, configs_of, sharing_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from twinkle_multilora.adapters import SlotAdapters
+    from twinkle_transformers.attention import by_row
     from twinkle_transformers.engine import TOKEN_NEEDS, TransformersEngine, training
 else:
+    by_row = needed("twinkle_transformers.attention", "transformers", "SlotEngine").by_row
     _engine = needed("twinkle_transformers.engine", "transformers", "SlotEngine")
     TOKEN_NEEDS, TransformersEngine, training = _engine.TOKEN_NEEDS, _engine.TransformersEngine, _engine.training
 
@@ -48,6 +49,26 @@ class Share:
     error: BaseException | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Seam:
+    """Where a tenant's own graph meets the pass: an output of the pass, and the leaf that the tenant's loss sees of it."""
+
+    root: torch.Tensor
+    leaf: torch.Tensor
+
+
+class _Handed(torch.autograd.Function):
+    """The same numbers, and no leaf: so a loss may change them in place, as it may any output."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.data
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
 class SlotEngine(TransformersEngine):
     """TransformersEngine whose forward has no padding, so that rows of several tenants are one batch to the model.
 
@@ -58,6 +79,7 @@ class SlotEngine(TransformersEngine):
     """
 
     slots: SlotAdapters | None = None
+    fast = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -71,6 +93,8 @@ class SlotEngine(TransformersEngine):
     def sharing(self) -> Sharing:
         """How passes are shared. Asked of the model once for each attention, type and number of threads."""
         assert self.slots is not None
+        if not self.fast:
+            return Sharing("turns", "fast=False")
         how = tuple(str(config._attn_implementation) for config in self._configs)
         key = (how, self.precision.compute, torch.get_num_threads())
         if key not in self._sharing:
@@ -113,7 +137,7 @@ class SlotEngine(TransformersEngine):
             super().backward(loss_sum, sync=sync)
 
     def describe(self) -> dict[str, Any]:
-        known = list(self._sharing.values())
+        known = list(self._sharing.values()) if self.fast else [self.sharing]
         return {**super().describe(), "passes": str(known[-1]) if known else "not tried yet whether tenants can share them"}
 
     def run_schedule(
@@ -147,20 +171,29 @@ class SlotEngine(TransformersEngine):
         """
         pieces = [piece for share in shares if (piece := self.piece(share.batch, share.needs)) is not None]
         assert len(pieces) == len(shares)
-        with self._pass(pieces, [share.slot for share in shares], True) as packed:
-            outputs = self._outputs(packed, [share.needs for share in shares], temperature, True)
-            total: torch.Tensor | None = None
-            for share in shares:
-                # a tenant's own loss: its fault is its own. Outputs are handed over one by one: none outlives its loss
-                done = attempt(functools.partial(share.loss_fn, share.batch, outputs.pop(0)))
-                share.loss, share.error = done.value, done.error
-                if share.loss is None:
-                    continue
-                total = share.loss.sum if total is None else total + share.loss.sum
-            failed = [share.slot for share in shares if share.error is not None]
-            if total is not None:
-                with self._kept(failed):
-                    self.backward(total)
+        slots = [share.slot for share in shares]
+        seams: list[list[Seam]] = [[] for _ in shares]
+        with self._pass(pieces, slots, True) as packed:
+            outputs = self._outputs(packed, [share.needs for share in shares], temperature, True, seams)
+        for share, own in zip(shares, seams, strict=True):
+            # a tenant's own code, forward and backward: its fault is its own. Outputs are handed over one by one: none outlives
+            # its loss. No pass is open here, so a loss may call the model.
+            done = attempt(functools.partial(self._loss_of, share, outputs.pop(0)))
+            share.error = done.error
+            if share.error is not None:
+                share.loss = None
+                own.clear()
+        reached = [(seam.root, seam.leaf.grad) for own in seams for seam in own if seam.leaf.grad is not None]
+        failed = [share.slot for share in shares if share.error is not None]
+        if reached:
+            with self._made_ready(packed, slots, False), self._kept(failed), training(self.module):
+                torch.autograd.backward([root for root, _ in reached], [gradient for _, gradient in reached])
+
+    def _loss_of(self, share: Share, output: ModelOutput) -> None:
+        """A tenant's loss, and its gradients as far as the outputs. What it does to the grad mode ends with it."""
+        with torch.enable_grad():
+            share.loss = share.loss_fn(share.batch, output)
+            super().backward(share.loss.sum)
 
     @contextmanager
     def _kept(self, slots: Sequence[int]) -> Iterator[None]:
@@ -194,11 +227,18 @@ class SlotEngine(TransformersEngine):
         if packed.filler:
             spans.append(Span(None, packed.filler))
         apart = self.sharing.way == "apart"
-        with rows_apart(self._configs, packed.lengths), self.slots.share(spans, apart=apart, train=train):
+        with by_row(self.module, packed.lengths), self.slots.share(spans, apart=apart, train=train):
             yield
 
-    def _outputs(self, packed: Pack, needs: Sequence[frozenset[str]], temperature: float, train: bool) -> list[ModelOutput]:
-        """What each piece needs, in its batch's layout."""
+    def _outputs(
+        self,
+        packed: Pack,
+        needs: Sequence[frozenset[str]],
+        temperature: float,
+        train: bool,
+        seams: Sequence[list[Seam]] | None = None,
+    ) -> list[ModelOutput]:
+        """What each piece needs, in its batch's layout. ``seams``: gets where each piece's graph is cut off the pass."""
         layer = self._output_layer({"input_ids": packed.ids})
         mode = training(self.module) if train else evaluating(self.module)
         with mode, self.precision.autocast(self.device):
@@ -207,10 +247,11 @@ class SlotEngine(TransformersEngine):
             tokens = self._tokens(packed, needs, hidden, layer, temperature)
             shown = layer if temperature == 1.0 else Tempered(layer, temperature)
             outputs = []
-            for piece, own, want, found in zip(packed.pieces, packed.parts(hidden), needs, tokens, strict=True):
-                output = ModelOutput({k: v for k, v in found.items() if k in want})
+            cuts: Sequence[list[Seam] | None] = seams or [None] * len(needs)
+            for piece, own, want, found, cut in zip(packed.pieces, packed.parts(hidden), needs, tokens, cuts, strict=True):
+                output = ModelOutput({k: _cut_off(v, cut) for k, v in found.items() if k in want})
                 if want & {"hidden", "logits"}:
-                    rows = piece.spread(own, 0.0)
+                    rows = _cut_off(piece.spread(own, 0.0), cut)
                     if "hidden" in want:
                         output["hidden"], output["output_layer"] = rows, shown
                     if "logits" in want:
@@ -255,3 +296,12 @@ class SlotEngine(TransformersEngine):
                     if own:
                         into[name] = piece.spread(part, fill)
         return found
+
+
+def _cut_off(root: torch.Tensor, seams: list[Seam] | None) -> torch.Tensor:
+    """An output as a tenant's loss sees it: with ``seams``, its graph ends here, and a seam tells where the pass goes on."""
+    if seams is None or not root.requires_grad:
+        return root
+    leaf = root.detach().requires_grad_()
+    seams.append(Seam(root, leaf))
+    return _Handed.apply(leaf)  # type: ignore[no-any-return,no-untyped-call]

@@ -28,12 +28,13 @@ class Selection:
 
     ``active``: the slot of all rows; None: the base model alone. ``spans``: for a pass that several tenants share, which
     rows are whose, over the rows of the flattened input (``[..., D]`` as ``[N, D]``), in order; ``active`` has no say then.
-    ``apart``: the base layer's matmul is one for each span.
+    ``apart``: the base layer's matmul is one for each span. ``lean``: adapters are added in place where that is exact.
     """
 
     active: int | None = None
     spans: Sequence[Span] | None = None
     apart: bool = False
+    lean: bool = True
 
 
 @dataclass(slots=True)
@@ -156,7 +157,8 @@ class SlotLinear(torch.nn.Module, BaseTunerLayer):  # type: ignore[misc]
             spans = [Span(chosen.active, x.numel() // self.in_features)]
         adapters = [self._lora(self.parts.get(span.slot)) if span.slot is not None else None for span in spans]
         base: Any = self.base_layer
-        lean = is_plain(base) and not args and not kwargs and one_type(x, base.weight, *(lora.a for lora in adapters if lora))
+        lean = chosen.lean and is_plain(base) and not args and not kwargs
+        lean = lean and one_type(x, base.weight, *(lora.a for lora in adapters if lora))
         if lean and (chosen.spans is not None or adapters[0] is not None):
             return lora_linear_many(x, base.weight, base.bias, [s.rows for s in spans], adapters, apart=chosen.apart)
         result: torch.Tensor = base(x, *args, **kwargs)

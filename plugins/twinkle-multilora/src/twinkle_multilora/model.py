@@ -47,6 +47,8 @@ class MultiLoraTransformersModel(Together, TransformersModel):
         max_r: the highest rank of a tenant.
         max_length: the longest row, in tokens.
         target_modules: where adapters may be, as peft's ``LoraConfig`` takes it; a tenant may take a part of it.
+        fast: tenants share passes without padding, and layers add adapters in place. False: one tenant's padded batch a pass,
+            and each layer computed as the formula stands; the same to rounding, to see what either is worth or to blame.
         kwargs: all others of TransformersModel.
 
     Raises:
@@ -56,6 +58,7 @@ class MultiLoraTransformersModel(Together, TransformersModel):
     adapters: SlotAdapters
     engine: SlotEngine
     engine_cls = SlotEngine
+    fast_patches = ()
 
     def __init__(
         self,
@@ -70,6 +73,7 @@ class MultiLoraTransformersModel(Together, TransformersModel):
         max_length: int = 8192,
         *,
         target_modules: Any = "all-linear",
+        fast: bool = True,
         **kwargs: Any,
     ) -> None:
         for name, value in (("max_loras", max_loras), ("max_r", max_r), ("max_length", max_length)):
@@ -86,9 +90,11 @@ class MultiLoraTransformersModel(Together, TransformersModel):
             device_mesh,
             mixed_precision,
             grad_scaler_config=grad_scaler_config,
+            fast=fast,
             **kwargs,
         )
         self.engine.max_length, self.engine.slots = max_length, self.adapters
+        self.engine.fast = self.adapters.selection.lean = fast
         self.scheduler = TenantScheduler(self)
         self.multi_lora = MultiLora(self, self.adapters.pool)
 

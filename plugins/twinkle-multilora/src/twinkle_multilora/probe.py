@@ -15,12 +15,15 @@ from twinkle_core.ops.chunks import is_plain
 from twinkle_core.ops.row_invariance import rows_invariant
 from twinkle_core.ops.token_logps import token_logps
 from twinkle_core.types import IGNORE_INDEX
-from twinkle_multilora.attention import configs_of, rows_apart
+from twinkle_multilora.backend import needed
 from twinkle_multilora.layers import Span
 from twinkle_multilora.packing import Piece, pack
 
 if TYPE_CHECKING:
     from twinkle_multilora.adapters import SlotAdapters
+    from twinkle_transformers.attention import by_row
+else:
+    by_row = needed("twinkle_transformers.attention", "transformers", "SlotEngine").by_row
 
 #: ``shared``: one matmul for all tenants' rows. ``apart``: one a tenant, all else in one pass. ``turns``: one tenant a pass.
 Way = Literal["shared", "apart", "turns"]
@@ -74,6 +77,12 @@ def sharing_of(module: Any, slots: SlotAdapters, autocast: Callable[[], Any], de
     except (TypeError, ValueError, RuntimeError, NotImplementedError, KeyError, IndexError) as error:
         return Sharing("turns", f"a packed pass can't be made: {error}")
     return Sharing("turns", "rows change with their company")
+
+
+def configs_of(module: nn.Module) -> list[Any]:
+    """The configs that a model's modules ask how attention is computed, each once."""
+    found = {id(m.config): m.config for m in module.modules() if hasattr(getattr(m, "config", None), "_attn_implementation")}
+    return list(found.values())
 
 
 def _out_of_the_question(module: Any) -> str:
@@ -134,7 +143,7 @@ def _pass(
     with (
         _at_rest(module),
         torch.enable_grad(),
-        rows_apart(configs_of(module), packed.lengths),
+        by_row(module, packed.lengths),
         slots.share(spans, apart=apart, train=False),
     ):
         hidden = module.base_model(inputs_embeds=embedded, position_ids=packed.positions, use_cache=False).last_hidden_state

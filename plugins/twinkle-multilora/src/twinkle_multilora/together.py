@@ -50,8 +50,8 @@ class Together(ForwardVerbs):
             inputs: by tenant: encoded rows, one collated batch, or conversations.
             gradient_accumulation_steps: becomes each session's.
             temperature: as for ``forward``.
-            loss_args: for the losses. One that is a dict with a tenant's name for each key gives each tenant its own;
-                any other goes to all.
+            loss_args: for the losses. A dict whose keys are names of tenants gives each its own, and those that it doesn't
+                name nothing; any other value goes to all.
 
         Returns:
             By tenant, what its ``forward_backward`` returns.
@@ -69,7 +69,7 @@ class Together(ForwardVerbs):
             if session.name == BASE or any(call.session is session for call in calls):
                 raise BadArgument("inputs", name, "each tenant once, by its name or its slot's")
             self._check_enabled("forward_backward_many", session)
-            own = {key: _own(value, name, inputs) for key, value in loss_args.items()}
+            own = _own(loss_args, name, inputs)
             calls.append(self._ready(Asked(session, rows, None, gradient_accumulation_steps, temperature, loss_args=own)))
         outcomes = self._run_all(calls)
         for outcome in outcomes:
@@ -106,7 +106,7 @@ class Together(ForwardVerbs):
         drops: list[list[bool]] = []
         done = attempt(lambda: self._pass_of(calls, drops))
         if done.value is not None:
-            return [self._outcome(call, share) for call, share in zip(calls, done.value, strict=True)]
+            return [self._outcome(*each) for each in zip(calls, done.value, drops, strict=True)]
         if any(drops):
             return [done.error for _ in calls]
         return [self._attempt(call) for call in calls]
@@ -123,14 +123,34 @@ class Together(ForwardVerbs):
             self.engine.run_shared(shares, temperature=calls[0].asked.temperature)
         return shares
 
-    def _outcome(self, call: Call, share: Share) -> Outcome:
+    def _outcome(self, call: Call, share: Share, progress: list[bool]) -> Outcome:
         if share.error is not None:
-            return share.error
+            return attempt(lambda: self._fail(call, share.error, progress)).error
         mean = self._count(call.session, call.sums)
         self._measure_later(call)
         return mean
 
+    def _fail(self, call: Call, error: BaseException | None, progress: list[bool]) -> None:
+        """Raise what a call's loss raised, to the session as if it had run alone."""
+        with self._or_drop(call.session) as begun:
+            begun.extend(progress)
+            assert error is not None
+            raise error
 
-def _own(value: Any, name: str, tenants: Mapping[str, Any]) -> Any:
-    """A tenant's part of a loss argument."""
-    return value[name] if isinstance(value, Mapping) and value.keys() == tenants.keys() else value
+
+def _own(loss_args: Mapping[str, Any], name: str, tenants: Mapping[str, Any]) -> dict[str, Any]:
+    """A tenant's loss arguments: its part of dicts by tenant, and all others whole.
+
+    Raises:
+        BadArgument: a dict with names of tenants and other keys.
+    """
+    own = {}
+    for key, value in loss_args.items():
+        named = set(value) & set(tenants) if isinstance(value, Mapping) else set()
+        if not named:
+            own[key] = value
+        elif strange := [other for other in value if other not in named]:
+            raise BadArgument(key, strange[0], f"a dict by tenant, of tenants in this call: {', '.join(tenants)}")
+        elif name in value:
+            own[key] = value[name]
+    return own

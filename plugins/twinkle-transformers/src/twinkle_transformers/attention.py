@@ -1,4 +1,7 @@
-"""Attention of packed rows, one row at a time: transformers computes all pairs of a packed sequence and masks most of them."""
+"""Attention of packed rows, one row at a time: transformers computes all pairs of a packed sequence and masks most of them.
+
+So a row costs what it does alone, and gives what it does alone: rows of several tenants may be packed.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +23,13 @@ _lengths: ContextVar[Sequence[int]] = ContextVar("lengths of the packed rows", d
 
 
 def row_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
-    """transformers' mask for ``sdpa``, which carries the rows' lengths: a layer that is run again in backward gets it again."""
+    """transformers' mask for ``sdpa``, which carries each row's own part of it as ``rows``, None for a row that is plainly
+    causal. A layer that is run again in backward gets the mask again, in whatever thread that is."""
     mask: torch.Tensor | None = sdpa_mask(*args, **kwargs)
     lengths = _lengths.get()
-    if mask is not None and len(lengths) > 1 and tuple(mask.shape[2:]) == (sum(lengths),) * 2:
+    if mask is not None and lengths and tuple(mask.shape[2:]) == (sum(lengths),) * 2:
         mask.row_lengths = lengths  # type: ignore[attr-defined]
+        mask.rows = _rows(mask, lengths)  # type: ignore[attr-defined]
     return mask
 
 
@@ -52,22 +57,27 @@ def row_attention(
     whole = (query.shape[2], key.shape[2]) != (sum(lengths),) * 2 or kwargs.get("position_bias") is not None
     if attention_mask is None or whole:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
-    rows, start = [], 0
-    for length in lengths:
-        cut = slice(start, start := start + length)
-        mask: torch.Tensor | None = attention_mask[:, :, cut, cut]
-        given = kwargs
-        if _is_causal(attention_mask[:, :, cut, cut]):  # without a mask kernels leave out what lies after a token
-            mask, given = None, {**kwargs, "is_causal": True}
-        rows.append(sdpa_attention_forward(module, query[:, :, cut], key[:, :, cut], value[:, :, cut], mask, **given)[0])
+    causal = {**kwargs, "is_causal": True}
+    split = (torch.split(states, list(lengths), 2) for states in (query, key, value))
+    rows = [
+        sdpa_attention_forward(module, q, k, v, mask, **(causal if mask is None else kwargs))[0]
+        for q, k, v, mask in zip(*split, attention_mask.rows, strict=True)  # type: ignore[attr-defined]
+    ]
     return torch.cat(rows, 1), None
 
 
-def _is_causal(mask: torch.Tensor) -> bool:
-    """Whether a mask shows all that came before and nothing else. Asked on the CPU alone: elsewhere one waits for it."""
-    if mask.device.type != "cpu" or mask.dtype != torch.bool:
-        return False
-    return torch.equal(mask, torch.ones(mask.shape[2:], dtype=torch.bool).tril().expand_as(mask))
+def _rows(mask: torch.Tensor, lengths: Sequence[int]) -> list[torch.Tensor | None]:
+    """Each row's part of a mask ``[1, 1, T, T]``; None where it shows all that came before and nothing else: without a mask
+    kernels leave out what lies after a token. Asked once for all rows, since elsewhere than on the CPU one waits for it."""
+    parts, start = [], 0
+    for length in lengths:
+        cut = slice(start, start := start + length)
+        parts.append(mask[:, :, cut, cut])
+    if mask.dtype != torch.bool:
+        return list(parts)
+    longest = torch.ones(max(lengths), max(lengths), dtype=torch.bool, device=mask.device).tril()
+    same = torch.stack([(part == longest[: part.shape[2], : part.shape[2]]).all() for part in parts]).tolist()
+    return [None if causal else part for part, causal in zip(parts, same, strict=True)]
 
 
 AttentionInterface.register(BY_ROW, row_attention)

@@ -28,6 +28,7 @@ from twinkle_transformers.store import ModelStore
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
+    from twinkle_core.contracts.patch import Patch
     from twinkle_core.mesh import DeviceMesh
 
 STRATEGIES = ("accelerate", "native_fsdp")
@@ -70,6 +71,8 @@ class TransformersModel(SessionModel):
     adapters: ModelStore
     engine: TransformersEngine
     engine_cls: ClassVar[type[TransformersEngine]] = TransformersEngine
+    #: what ``fast`` applies; a subclass whose layers are lean by themselves has none
+    fast_patches: ClassVar[tuple[type[Patch], ...]] = (FastLora,)
 
     def __init__(
         self,
@@ -138,8 +141,8 @@ class TransformersModel(SessionModel):
         adapters = self.make_adapters(module, precision, lambda: _writer(self.sessions[BASE].template))
         adapters.layout = layout
         super().__init__(engine, adapters)
-        if fast:
-            self.apply_patch(FastLora)
+        for patch in self.fast_patches if fast else ():
+            self.apply_patch(patch)
 
     def make_adapters(self, module: torch.nn.Module, precision: Precision, tokenizer: Callable[[], Any]) -> ModelStore:
         """The store of adapters over a model that has just been loaded. A subclass may have one of another kind."""
