@@ -50,8 +50,10 @@ class MultiLoraTransformersModel(Together, TransformersModel):
         fast: tenants share passes without padding, and layers add adapters in place. False: one tenant's padded batch a pass,
             and each layer computed as the formula stands; the same to rounding, to see what either is worth or to blame.
         kwargs: all others of TransformersModel.
+
     Raises:
-        BadLayout: a mesh of several ranks. BadArgument, BadAdapter: no slots can be made of these. And all of TransformersModel.
+        BadLayout: a mesh of several ranks. BadArgument, BadAdapter: no slots can be made of these. What TransformersModel
+            raises.
     """
 
     adapters: SlotAdapters
