@@ -148,13 +148,14 @@ def gather(model: Sessions, session: Session) -> Parts:
         raise CheckpointUnfit("an accumulation window that is open", why)
     if optimizer is not None:
         parameters = model._named(session)
-        parts.tensors["optimizer"], parts.data["optimizer"] = optim.state_by_name(optimizer, parameters)
+        parts.tensors["optimizer"], parts.data["optimizer"] = model.engine.optimizer_state(optimizer, parameters)
         if session.scheduler is not None:
             name = type(session.scheduler).__name__
             state = to_plain(session.scheduler.state_dict(), f"the state of scheduler {name}")
             parts.data["scheduler"] = {"class": name, "state": state}
     if window.open:
-        parts.tensors["gradients"] = {k: p.grad for k, p in model._named(session).items() if p.grad is not None}
+        found = {k: model.engine.gradient(p) for k, p in model._named(session).items()}
+        parts.tensors["gradients"] = {k: g for k, g in found.items() if g is not None}
     state = model.engine.state_dict()
     tensors = {k: v for k, v in state.items() if isinstance(v, torch.Tensor)}
     plain = {k: v for k, v in state.items() if k not in tensors}
@@ -163,9 +164,20 @@ def gather(model: Sessions, session: Session) -> Parts:
     return parts
 
 
-def write(model: Sessions, session: Session, folder: Path, parts: Parts | None, consumed: int) -> None:
-    """Write a checkpoint's files into an empty folder. ``parts`` None: weights alone."""
+def write(model: Sessions, session: Session, folder: Path, parts: Parts | None, consumed: int, *, first: bool = True) -> None:
+    """Write a checkpoint's files into an empty folder. ``parts`` None: weights alone.
+
+    Args:
+        first: whether this rank writes what ranks do not hold apart. The others are here where the engine is ``collective``.
+    """
     model.adapters.write(session.name, folder)
+    facts = (fingerprint(model.adapters, session.name), base_values.sample(model.adapters) if session.name != BASE else None)
+    if parts is not None and session.optimizer is not None:
+        model.engine.write_shards(session.optimizer, folder)
+    if model.engine.collective:
+        model.engine.gather_objects(None, over="world")  # all have written
+    if not first:
+        return
     if parts is not None:
         for stem, tensors in parts.tensors.items():
             if tensors:
@@ -188,8 +200,8 @@ def write(model: Sessions, session: Session, folder: Path, parts: Parts | None, 
         adapter=_described(model.adapters.describe(session.name)),
         engine=_described(model.engine.describe()),
         mesh=repr(model.engine.mesh),
-        fingerprint=fingerprint(model.adapters, session.name),
-        base_sample=base_values.sample(model.adapters) if session.name != BASE else None,
+        fingerprint=facts[0],
+        base_sample=facts[1],
         plugins=registry.snapshot(),
         files={name: FileEntry(size=p.stat().st_size, sha256=sha256(p)) for name, p in files.items()},
     )
@@ -329,7 +341,7 @@ def read(model: Sessions, session: Session, folder: Path, state: TrainerState) -
     if session.optimizer is not None:
         with _reading(folder, "optimizer.json"):
             tensors, data = _tensors(folder, "optimizer"), _data(folder, "optimizer")
-            loaded.optimizer = optim.prepare_state(session.optimizer, parameters, tensors, data, source)
+            loaded.optimizer = model.engine.prepare_optimizer_state(session.optimizer, parameters, tensors, data, folder)
             loaded.notes += differences.of_optimizer(session.optimizer, data["groups"])
     if session.scheduler is not None:
         with _reading(folder, "scheduler.json"):
@@ -391,9 +403,10 @@ def apply(model: Sessions, session: Session, loaded: Loaded) -> None:
     rescale = model.engine.loss_scale() / state.gradient_scale  # 1 unless the precision is another
     for name, parameter in model._named(session).items():
         gradient = loaded.gradients.get(name)
-        parameter.grad = None if gradient is None else gradient.to(parameter.device, parameter.dtype)
-        if parameter.grad is not None and rescale != 1:
-            parameter.grad.mul_(rescale)
+        if gradient is not None:
+            gradient = gradient.to(parameter.device, parameter.dtype)
+            gradient = gradient if rescale == 1 else gradient.mul_(rescale)
+        model.engine.set_gradient(parameter, gradient)
     size = session.window.size
     session.window.load_state_dict(state.window.model_dump())
     if size is not None and (not session.window.open or session.window.size is None):

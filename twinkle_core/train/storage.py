@@ -57,9 +57,11 @@ class StorageVerbs(Sessions):
         parts = checkpoint.gather(self, session) if save_optimizer else None
         consumed = session.consumed_train_samples if consumed_train_samples is None else consumed_train_samples
         with self._once(path) as mine:
-            if mine:
-                with folder.replacing(path) as temporary:
-                    checkpoint.write(self, session, temporary, parts, consumed)
+            with folder.replacing(path) if mine else contextlib.nullcontext() as temporary:
+                if self.engine.collective:  # all ranks write into the first one's folder
+                    temporary = next(p for p in self.engine.gather_objects(temporary, over="world") if p is not None)
+                if temporary is not None:
+                    checkpoint.write(self, session, temporary, parts, consumed, first=mine)
         session.consumed_train_samples = consumed
         plugins.hooks().twinkle_checkpoint_saved(path=str(path), session=session)
         return str(path)
@@ -142,13 +144,14 @@ class StorageVerbs(Sessions):
     @contextlib.contextmanager
     def _once(self, path: Path) -> Iterator[bool]:
         """Data ranks hold the same, so the first of them writes (it is told so); on leaving, all know that it has, or fail."""
-        mesh = self.engine.mesh
+        mesh, over = self.engine.mesh, "world" if self.engine.collective else "dp"
+        first = 0 if self.engine.collective else mesh.ranks("dp")[0]
         try:
-            yield mesh.world_size == 1 or mesh.ranks("dp")[0] == mesh.rank
+            yield mesh.world_size == 1 or first == mesh.rank
         except Exception as error:
-            self.engine.gather_objects(str(error))
+            self.engine.gather_objects(str(error), over=over)
             raise
-        failed = [why for why in self.engine.gather_objects(None) if why is not None]
+        failed = [why for why in self.engine.gather_objects(None, over=over) if why is not None]
         if failed:
             raise CheckpointNotWritten(str(path), f"another rank could not: {failed[0]}")
 

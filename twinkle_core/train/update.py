@@ -248,9 +248,8 @@ class UpdateVerbs(ForwardVerbs):
         plugins.hooks().twinkle_after_step(session=session, result=result)
 
     def _nonfinite(self, session: Session) -> NonFiniteGradients:
-        bad = [
-            name for name, p in self._named(session).items() if p.grad is not None and not bool(torch.isfinite(p.grad).all())
-        ]
+        grads = {name: self.engine.gradient(p) for name, p in self._named(session).items()}
+        bad = [name for name, grad in grads.items() if grad is not None and not bool(torch.isfinite(grad).all())]
         loss = None if session.last_loss is None else float(session.last_loss)
         return NonFiniteGradients(session.name, bad[:3], max(0, len(bad) - 3), loss)
 
