@@ -23,7 +23,7 @@ from twinkle_core.names import closest
 from twinkle_core.train.single import check_state
 from twinkle_megatron import files
 from twinkle_megatron.cpu.runtime import computes
-from twinkle_megatron.load import Built
+from twinkle_megatron.load import Built, mark_experts
 from twinkle_megatron.parallel import Layout, common_seed
 
 #: layers of Megatron's, and the layers of the Hugging Face model that each of them is
@@ -98,6 +98,7 @@ class MegatronAdapters(AdapterStore):
         else:
             for tree in self._trees:
                 tree.add_adapter(inner, config)
+        mark_experts(self.built.chunks)
         for layer in self._layers():
             layer.train(self.built.chunks[0].training)
         for p, flag in zip(self._base, flags, strict=True):
@@ -109,6 +110,8 @@ class MegatronAdapters(AdapterStore):
         inner = self._inner.pop(name)
         del self._configs[name]
         if not self._inner:
+            for layer in self._layers():  # the adapter asked it for its norm's output too
+                layer.base_layer.return_layernorm_output = False
             for tree in self._trees:
                 tree.base_model.unload()
             self._trees = []
@@ -130,7 +133,7 @@ class MegatronAdapters(AdapterStore):
                 parameter.zero_()
                 continue
             shape, dim = list(parameter.shape), getattr(parameter, "partition_dim", -1)
-            split = self.layout.tp > 1 and bool(getattr(parameter, "tensor_model_parallel", False))
+            split = self.layout.tp > 1 and ".experts." not in key and bool(getattr(parameter, "tensor_model_parallel", False))
             if split:
                 shape[dim] *= self.layout.tp
             random = torch.Generator().manual_seed(seed ^ zlib.crc32(key.encode()))

@@ -6,6 +6,7 @@ import contextlib
 import math
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -24,6 +25,7 @@ from twinkle_core.train import optim
 from twinkle_core.train.loop_engine import LoopEngine, Window, evaluating
 from twinkle_core.train.session import Session
 from twinkle_core.types import InputFeature, ModelOutput
+from twinkle_megatron import checkpoint
 from twinkle_megatron.cpu.runtime import computes
 from twinkle_megatron.inputs import Laid, lay, planned, size_of
 from twinkle_megatron.load import Built
@@ -329,6 +331,33 @@ class MegatronEngine(LoopEngine):
     def zero_grad(self, optimizer: Any) -> None:
         optimizer.zero_grad()
         self._windows.pop(optimizer, None)
+
+    def optimizer_state(
+        self, optimizer: Any, parameters: Mapping[str, torch.nn.Parameter]
+    ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        return {}, checkpoint.describe(optimizer)
+
+    def prepare_optimizer_state(
+        self,
+        optimizer: Any,
+        parameters: Mapping[str, torch.nn.Parameter],
+        tensors: Mapping[str, torch.Tensor],
+        data: Mapping[str, Any],
+        folder: Path,
+    ) -> dict[str, Any]:
+        state = checkpoint.prepare(optimizer, self._slot(optimizer), data, folder)
+        return {**state, "read": computes(state["read"])}
+
+    @computes
+    def write_shards(self, optimizer: Any, folder: Path) -> None:
+        checkpoint.write(optimizer, self._slot(optimizer), folder)
+
+    def _slot(self, optimizer: Any) -> str | None:
+        """The slot of the adapter whose optimizer it is, by which its parameters are called."""
+        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        names = (name for chunk in self.chunks for name, p in chunk.named_parameters() if id(p) in own)
+        _, mark, rest = next(names, "").partition(".lora_")
+        return rest.split(".")[1] if mark else None
 
     def reload(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
         """Weights have been set from outside: the optimizer's fp32 copies follow."""

@@ -181,10 +181,18 @@ def build(
             set_weights(config.bridge, chunks, SafetensorLazyLoader(str(folder)).get_state_dict())
         except (OSError, KeyError, RuntimeError, AssertionError) as error:
             raise ModelNotLoaded(folder, f"{type(error).__name__}: {error}") from error
+    mark_experts(chunks)
     for chunk in chunks:
         chunk._forward_output_layer = _hidden  # logits are the engine's: at labelled tokens alone, never all at once
         chunk.train()
     return Built(chunks, config, config.bridge, hf_config, folder, vocabulary)
+
+
+def mark_experts(chunks: list[Any]) -> None:
+    """Experts are no copies, wherever they lie: without the mark, tensor ranks but the first leave theirs out of gradient norms."""
+    for module in (m for chunk in chunks for m in chunk.modules() if hasattr(m, "num_gemms")):
+        for parameter in module.parameters(recurse=False):
+            parameter.tensor_model_parallel = True
 
 
 def set_weights(bridge: Any, chunks: list[Any], state: Mapping[str, Any], inner: str | None = None) -> None:

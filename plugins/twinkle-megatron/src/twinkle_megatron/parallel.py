@@ -84,6 +84,9 @@ class Layout:
                 raise BadLayout(f"ep_size = {self.ep} lays out experts, and this model has none; leave ep_size at 1")
         elif self.tp > 1 and not self.sp:
             raise BadLayout(f"experts under tp_size = {self.tp} need the sequence split too: DeviceMesh(…, sequence_parallel=True)")
+        elif self.ep == 1 and self.etp != self.tp:
+            why = "tensor ranks would each train a copy of all experts, on their part of the sequence"
+            raise BadLayout(f"tp_size = {self.tp} with ep_size = 1 and etp_size = {self.etp}: {why}; set ep_size, or etp_size={self.tp}")
 
 
 class User:

@@ -106,7 +106,7 @@ def _zero(*args: Any, **kwargs: Any) -> int:
 def _replacements() -> dict[str, Any]:
     """What ``torch.cuda`` has inside of ``active()``."""
     seed: Any = torch.default_generator.manual_seed
-    return {
+    given = {
         "current_device": lambda: CPU,
         "set_device": _nothing,
         "device_count": lambda: 1,
@@ -126,9 +126,13 @@ def _replacements() -> dict[str, Any]:
         "memory_reserved": _zero,
         "max_memory_reserved": _zero,
         "reset_peak_memory_stats": _nothing,
-        "Stream": Stream,
-        "Event": Stream,
     }
+    # each a function of its own: dynamo keeps a table of torch's functions, and takes one under two names for a fault
+    return {**{name: _own(function) for name, function in given.items()}, "Stream": Stream, "Event": Stream}
+
+
+def _own(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args, **kwargs: function(*args, **kwargs)
 
 
 class Runtime:
@@ -159,8 +163,6 @@ class Runtime:
         self.installed = on_cpu
 
     def _install(self) -> None:
-        import torch._dynamo
-
         from twinkle_megatron.cpu import transformer_engine, triton
 
         settings.one_device_connection()
@@ -176,32 +178,51 @@ class Runtime:
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Inside, CUDA is the CPU. Nests; on leaving the outermost, torch is what it was."""
-        if not self.installed or self.depth:
-            self.depth += 1
-            try:
-                yield
-            finally:
-                self.depth -= 1
+        """Inside, Megatron may be called; without CUDA, CUDA is the CPU. Nests; on leaving the outermost, all is as it was."""
+        if self.depth:
+            yield
             return
-        cuda: Any = torch.cuda
-        given = _replacements()
-        found = {name: getattr(cuda, name) for name in given}
-        states = (cuda.random.get_rng_state, cuda.random.set_rng_state, cuda.nvtx.range_push, cuda.nvtx.range_pop)
-        compiled = torch._dynamo.config.disable
         self.depth += 1
         try:
-            vars(cuda).update(given)
-            cuda.random.get_rng_state, cuda.random.set_rng_state = given["get_rng_state"], given["set_rng_state"]
-            cuda.nvtx.range_push = cuda.nvtx.range_pop = _nothing
-            torch._dynamo.config.disable = True  # there may be no compiler, and small kernels gain nothing here
-            with CudaToCpu():
+            with _rope_as_found(), _without_cuda() if self.installed else contextlib.nullcontext():
                 yield
         finally:
             self.depth -= 1
-            vars(cuda).update(found)
-            cuda.random.get_rng_state, cuda.random.set_rng_state, cuda.nvtx.range_push, cuda.nvtx.range_pop = states
-            torch._dynamo.config.disable = compiled
+
+
+@contextlib.contextmanager
+def _rope_as_found() -> Iterator[None]:
+    """mcore-bridge replaces functions of transformers', with which newer models can't be made any more."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    found = dict(ROPE_INIT_FUNCTIONS)
+    try:
+        yield
+    finally:
+        ROPE_INIT_FUNCTIONS.clear()
+        ROPE_INIT_FUNCTIONS.update(found)
+
+
+@contextlib.contextmanager
+def _without_cuda() -> Iterator[None]:
+    import torch._dynamo
+
+    cuda: Any = torch.cuda
+    given = _replacements()
+    found = {name: getattr(cuda, name) for name in given}
+    states = (cuda.random.get_rng_state, cuda.random.set_rng_state, cuda.nvtx.range_push, cuda.nvtx.range_pop)
+    compiled = torch._dynamo.config.disable
+    try:
+        vars(cuda).update(given)
+        cuda.random.get_rng_state, cuda.random.set_rng_state = given["get_rng_state"], given["set_rng_state"]
+        cuda.nvtx.range_push = cuda.nvtx.range_pop = _nothing
+        torch._dynamo.config.disable = True  # there may be no compiler, and small kernels gain nothing here
+        with CudaToCpu():
+            yield
+    finally:
+        vars(cuda).update(found)
+        cuda.random.get_rng_state, cuda.random.set_rng_state, cuda.nvtx.range_push, cuda.nvtx.range_pop = states
+        torch._dynamo.config.disable = compiled
 
 
 def _is_there(library: str) -> bool:
