@@ -12,6 +12,7 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedBase
+from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 
 from twinkle_core.errors import CheckpointDamaged, CheckpointMismatch
 from twinkle_core.train.plain import from_plain, to_plain
@@ -36,15 +37,24 @@ def _leaves(tree: Any) -> Iterator[Any]:
 
 def _model(optimizer: MegatronDistributedOptimizer, inner: str | None) -> dict[str, Any]:
     """The sharded view of the model that the optimizer's is made after; an adapter's slot is not in its names."""
-    chunks = [ddp.module for ddp in optimizer.ddps]
-    if len(chunks) == 1:
-        tree = chunks[0].sharded_state_dict()
-    else:
-        tree = {f"model{i}": chunk.sharded_state_dict() for i, chunk in enumerate(chunks)}
+    parts = [ddp.module.sharded_state_dict() for ddp in optimizer.ddps]
+    for part in parts if inner is not None else ():
+        for key, tensor in part.items():
+            if key.endswith(f"linear_fc1.lora_B.{inner}.weight"):
+                part[key] = _gate_and_up(tensor)
+    tree = parts[0] if len(parts) == 1 else {f"model{i}": part for i, part in enumerate(parts)}
     if inner is not None:
         for leaf in _leaves(tree):
             leaf.key = leaf.key.replace(f".{inner}.", ".adapter.")
     return tree  # type: ignore[no-any-return]
+
+
+def _gate_and_up(tensor: Any) -> Any:
+    """Each tensor rank has a part of the gate and one of the other half, and not a part of both in a row, as mcore-bridge has it
+    for adapters: under another number of ranks the halves would be mixed."""
+    before = range(tensor.prepend_axis_num)
+    offsets = tuple((axis, tensor.global_offset[axis], tensor.global_shape[axis]) for axis in before)
+    return apply_swiglu_sharded_factory(tensor, offsets)
 
 
 def _sharded(optimizer: MegatronDistributedOptimizer, inner: str | None, *, loading: bool) -> dict[str, Any]:
