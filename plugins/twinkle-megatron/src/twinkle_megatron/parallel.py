@@ -12,6 +12,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
+from twinkle_core import settings
 from twinkle_core.errors import BadLayout, BadMesh, ManyLayouts
 from twinkle_core.mesh import DeviceMesh
 
@@ -104,10 +105,8 @@ class Groups:
         """Make the groups of a layout, or use those that are there.
 
         Raises:
-            BadMesh: the process group has another size. ManyLayouts: a live model uses another layout.
+            ManyLayouts: a live model uses another layout.
         """
-        if dist.get_world_size() != layout.world:
-            raise BadMesh(f"the mesh has {layout.world} rank(s), and {dist.get_world_size()} process(es) run; start as many")
         if self.layout != layout:
             gc.collect()  # a model that is out of use may wait to be collected
             if len(self.users):
@@ -133,7 +132,14 @@ GROUPS = Groups()
 
 
 def connect(device: torch.device, world: int) -> None:
-    """The default process group, unless it is there: by torchrun's environment, or of this process alone."""
+    """The default process group, unless it is there: by torchrun's environment, or of this process alone.
+
+    Raises:
+        BadMesh: as many processes as the mesh has ranks do not run.
+    """
+    there = dist.get_world_size() if dist.is_initialized() else settings.world_size()
+    if there != world:
+        raise BadMesh(f"the mesh has {world} rank(s), and {there} process(es) run; start as many: torchrun --nproc-per-node {world}")
     if dist.is_initialized():
         return
     backend = "gloo" if device.type == "cpu" else "nccl"
