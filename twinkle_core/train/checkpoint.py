@@ -38,7 +38,7 @@ from twinkle_core.errors import (
     WindowNotStepped,
 )
 from twinkle_core.log import get_logger
-from twinkle_core.train import base_values, differences, optim, rng
+from twinkle_core.train import base_values, differences, rng
 from twinkle_core.train.folder import STATE_FILE, recover, sha256
 from twinkle_core.train.plain import from_plain, to_plain
 from twinkle_core.train.session import Session

@@ -23,6 +23,7 @@ class Files:
         """Save the model as it came, and an adapter that was trained; logits of both, on each rank."""
         found = []
         for i, sizes in enumerate(layouts):
+            torch.manual_seed(0)
             model = built(folder, sizes)
             model.save(f"whole{i}", home)
             rows = windows(1)[0]
@@ -124,5 +125,3 @@ def test_a_config_that_is_not_honoured_whole_is_refused(llama, config, words):
     with pytest.raises(BadAdapter, match=words):
         model.add_adapter_to_model("a", config)
     assert model.adapters.names() == []
-
-

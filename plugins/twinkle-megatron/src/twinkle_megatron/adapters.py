@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import mcore_bridge.tuners  # noqa: F401  (peft learns of Megatron's layers)
 import torch
-from mcore_bridge import LoraParallelLinear
 from megatron.core import parallel_state
 from peft import LoraConfig, PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -38,7 +38,9 @@ WRITTEN_RIGHTLY = frozenset({"llama", "qwen2", "qwen3", "qwen3_moe"})
 #: what of a LoraConfig is honoured; everything else must be as it is by default
 HONOURED = frozenset({"r", "lora_alpha", "lora_dropout", "use_rslora", "target_modules"})
 #: of a LoraConfig, what says nothing of what it computes
-SILENT = frozenset({"peft_type", "task_type", "inference_mode", "base_model_name_or_path", "peft_version", "revision", "auto_mapping"})
+SILENT = frozenset(
+    {"peft_type", "task_type", "inference_mode", "base_model_name_or_path", "peft_version", "revision", "auto_mapping"}
+)
 
 
 class MegatronAdapters(AdapterStore):
@@ -178,7 +180,7 @@ class MegatronAdapters(AdapterStore):
             if name == BASE and ".lora_" not in key:
                 if parameter.requires_grad or self._inner:
                     found[key.replace(".base_layer", "")] = parameter
-            elif name != BASE and f".lora_A{mark}." in key + "." or name != BASE and f".lora_B{mark}." in key + ".":
+            elif name != BASE and (f".lora_A{mark}." in key or f".lora_B{mark}." in key):
                 found[key.replace(mark, "", 1)] = parameter
         return found
 
@@ -214,7 +216,9 @@ class MegatronAdapters(AdapterStore):
             return
         saved, here = json.loads(file.read_text("utf-8")), self._configs[name]
         fields = ("r", "lora_alpha", "use_rslora")
-        other = [f"{f} is {saved.get(f)!r} there and {getattr(here, f)!r} here" for f in fields if saved.get(f) != getattr(here, f)]
+        other = [
+            f"{f} is {saved.get(f)!r} there and {getattr(here, f)!r} here" for f in fields if saved.get(f) != getattr(here, f)
+        ]
         if other:
             raise CheckpointMismatch(str(file), f"adapter '{name}' would compute something else: {'; '.join(other)}")
 
@@ -236,8 +240,8 @@ def plain_parameters(chunks: list[Any]) -> Iterator[tuple[str, Any]]:
                 first_expert[path] = parallel_state.get_expert_model_parallel_rank() * module.num_gemms
         for key, parameter in chunk.named_parameters():
             path, _, last = key.rpartition(".")
-            if path in first_expert and last.startswith(("weight", "bias")) and last.lstrip("weightbias").isdigit():
-                kind = last.rstrip("0123456789")
+            kind = last.rstrip("0123456789")
+            if path in first_expert and kind != last:
                 last = f"{kind}{int(last[len(kind) :]) + first_expert[path]}"
             head, mark, tail = path.partition("decoder.layers.")
             if mark:
@@ -269,7 +273,9 @@ def _checked(name: str, config: Any, family: str, layout: Layout) -> LoraConfig:
         if field not in HONOURED | SILENT and hasattr(default, field) and value not in (getattr(default, field), None, {}, [])
     ]
     if odd:
-        raise BadAdapter(name, f"{', '.join(f'{f}={getattr(config, f)!r}' for f in odd)} is not honoured on Megatron's layers; leave it out")
+        raise BadAdapter(
+            name, f"{', '.join(f'{f}={getattr(config, f)!r}' for f in odd)} is not honoured on Megatron's layers; leave it out"
+        )
     return LoraConfig(
         r=config.r,
         lora_alpha=config.lora_alpha,
@@ -293,7 +299,9 @@ def _targets(name: str, given: Any) -> list[str]:
             found.append(layer)
         elif here:
             lacks = ", ".join(sorted(set(parts) - here))
-            raise BadAdapter(name, f"{', '.join(sorted(here))} and {lacks} are one layer in Megatron: target all of them, or none")
+            raise BadAdapter(
+                name, f"{', '.join(sorted(here))} and {lacks} are one layer in Megatron: target all of them, or none"
+            )
     return found
 
 
@@ -310,6 +318,3 @@ def _check_shared(name: str, state: Mapping[str, torch.Tensor]) -> None:
         if len(tensors) != len(parts) or any(not torch.equal(tensors[0], t) for t in tensors[1:]):
             why = f"{place}: {', '.join(parts)} are one layer in Megatron and need one lora_A; this adapter has several"
             raise BadAdapter(name, f"{why}. Train it with TransformersModel")
-
-
-__all__ = ["LoraParallelLinear", "MegatronAdapters"]

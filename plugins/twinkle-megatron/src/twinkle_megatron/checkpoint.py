@@ -1,6 +1,6 @@
 """The optimizer's shards in a checkpoint: written by all ranks, and read again under this or another layout.
 
-Weights are in plain Hugging Face or PEFT files beside them. Both Adam's moments and, in 16 bits, the fp32 weights are in the shards.
+Weights are in plain Hugging Face or PEFT files beside them. Adam's moments are in the shards, in 16 bits the fp32 weights too.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def _model(optimizer: MegatronDistributedOptimizer, inner: str | None) -> dict[s
 
 
 def _gate_and_up(tensor: Any) -> Any:
-    """Each tensor rank has a part of the gate and one of the other half, and not a part of both in a row, as mcore-bridge has it
-    for adapters: under another number of ranks the halves would be mixed."""
+    """Each tensor rank has a part of the gate and one of the other half. mcore-bridge takes both for one piece in adapters:
+    under another number of ranks the halves would be mixed."""
     before = range(tensor.prepend_axis_num)
     offsets = tuple((axis, tensor.global_offset[axis], tensor.global_shape[axis]) for axis in before)
     return apply_swiglu_sharded_factory(tensor, offsets)
@@ -82,7 +82,9 @@ def describe(optimizer: MegatronDistributedOptimizer) -> dict[str, Any]:
     return {"class": kind, "groups": groups, "values": {}, "settings": to_plain(dict(optimizer.settings), "its settings")}
 
 
-def prepare(optimizer: MegatronDistributedOptimizer, inner: str | None, data: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+def prepare(
+    optimizer: MegatronDistributedOptimizer, inner: str | None, data: Mapping[str, Any], folder: Path
+) -> dict[str, Any]:
     """What ``MegatronDistributedOptimizer.load_state_dict`` takes; nothing is read yet.
 
     Raises:

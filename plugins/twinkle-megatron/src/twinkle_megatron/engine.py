@@ -1,4 +1,4 @@
-"""How a Megatron model computes: its own schedule over micro-batches, its own buffers and optimizer; losses and windows are core's."""
+"""How a Megatron model computes: its schedule over micro-batches, its buffers and optimizer; losses and windows are core's."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class MegatronEngine(LoopEngine):
         self.built, self.chunks, self.config, self.layout = built, built.chunks, built.config, layout
         self.capabilities = frozenset({SPLIT_STEP}) if layout.pp == 1 else frozenset()
         self._facts = dict(facts or {})
-        self._ddps: dict[tuple[int, ...], list[Any]] = {}  # by the parameters in their buffers
+        self._ddps: dict[int, list[Any]] = {}  # parameter -> the buffers that hold its gradient
         self._owners: weakref.WeakValueDictionary[int, MegatronDistributedOptimizer] = weakref.WeakValueDictionary()
         self._vocabulary = self._output_layer() if self.is_last_stage else None
 
@@ -234,13 +234,10 @@ class MegatronEngine(LoopEngine):
     def make_optimizer(
         self, cls: Any, parameters: Mapping[str, torch.nn.Parameter], kwargs: Mapping[str, Any]
     ) -> torch.optim.Optimizer:
-        """One set of buffers and one distributed optimizer for these parameters; those of an optimizer before are used again."""
+        """One set of buffers and one optimizer for these parameters; buffers of an optimizer before are used again."""
         optimizer = optim.build(cls, parameters, kwargs)
         assert isinstance(optimizer, MegatronDistributedOptimizer)
-        key = tuple(id(p) for p in parameters.values())
-        if key not in self._ddps:
-            self._ddps[key] = [self._buffers(chunk) for chunk in self.chunks]
-        optimizer.wrap(self._ddps[key], self.config.params_dtype)
+        optimizer.wrap(self._buffers(parameters, optimizer.distributed), self.config.params_dtype)
         scale = float(optimizer.inner.get_loss_scale()) if self.config.fp16 else 1.0
         for parameter in parameters.values():
             self._owners[id(parameter)] = optimizer
@@ -250,13 +247,26 @@ class MegatronEngine(LoopEngine):
         self.adopt_optimizer(optimizer)
         return optimizer
 
-    def _buffers(self, chunk: Any) -> Any:
-        wide = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True, overlap_grad_reduce=False)
-        return DistributedDataParallel(self.config, wide, chunk)
+    def _buffers(self, parameters: Mapping[str, torch.nn.Parameter], distributed: bool) -> list[Any]:
+        """Buffers for what is trainable now, those that are there if they hold just that: a parameter has one ``main_grad``."""
+        found = [self._ddps.get(id(p)) for p in parameters.values()]
+        first = found[0]
+        held = {id(p) for ddp in first or () for p in ddp.params_with_grad}
+        same = first is not None and all(ddps is first for ddps in found) and held == {id(p) for p in parameters.values()}
+        if first is not None and same and first[0].ddp_config.use_distributed_optimizer == distributed:
+            return first
+        ddps = []
+        for chunk in self.chunks:
+            config = DistributedDataParallelConfig(use_distributed_optimizer=distributed, grad_reduce_in_fp32=True)
+            ddps.append(DistributedDataParallel(self.config, config, chunk))
+        self._ddps.update((id(p), ddps) for p in parameters.values())
+        return ddps
 
     def forget(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
         """Drop the buffers of an adapter that is gone."""
-        self._ddps.pop(tuple(id(p) for p in parameters.values()), None)
+        for parameter in parameters.values():
+            self._ddps.pop(id(parameter), None)
+            self._owners.pop(id(parameter), None)
 
     def gradient(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
         if id(parameter) in self._owners:

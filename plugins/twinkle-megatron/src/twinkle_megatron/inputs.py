@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -106,7 +107,7 @@ def _packed(batch: Mapping[str, Any], ids: torch.Tensor, mask: Any) -> list[int]
     if ids.shape[0] != 1:
         return [0]  # refused by the caller
     starts = [0, *(anew[0].nonzero().squeeze(1) + 1).tolist(), ids.shape[1]]
-    return [b - a for a, b in zip(starts, starts[1:], strict=False)]
+    return [b - a for a, b in itertools.pairwise(starts)]
 
 
 @dataclass

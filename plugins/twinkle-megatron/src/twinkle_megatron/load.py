@@ -34,16 +34,19 @@ ELSEWHERE = {
         }.items()
     },
     **dict.fromkeys(
-        ("calculate_per_token_loss", "finalize_model_grads_func", "grad_scale_func", "no_sync_func", "perform_initialization")
-        + ("variable_seq_lengths", "hf_config", "hf_model_type", "llm_model_type", "mcore_model_type", "padded_vocab_size"),
+        (
+            *("calculate_per_token_loss", "finalize_model_grads_func", "grad_scale_func", "no_sync_func"),
+            *("perform_initialization", "variable_seq_lengths", "hf_config", "hf_model_type", "llm_model_type"),
+            *("mcore_model_type", "padded_vocab_size"),
+        ),
         "left out; twinkle sets it",
     ),
 }
 #: kernels that need CUDA, or Transformer Engine's own
 FUSIONS = (
-    ("apply_rope_fusion", "gradient_accumulation_fusion", "bias_dropout_fusion", "bias_activation_fusion")
-    + ("masked_softmax_fusion", "moe_permute_fusion")
-)  # fmt: skip
+    *("apply_rope_fusion", "gradient_accumulation_fusion", "bias_dropout_fusion", "bias_activation_fusion"),
+    *("masked_softmax_fusion", "moe_permute_fusion"),
+)
 DTYPES = {"no": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -189,7 +192,7 @@ def build(
 
 
 def mark_experts(chunks: list[Any]) -> None:
-    """Experts are no copies, wherever they lie: without the mark, tensor ranks but the first leave theirs out of gradient norms."""
+    """Experts are no copies, wherever they lie: without the mark, gradient norms leave out all but the first tensor rank's."""
     for module in (m for chunk in chunks for m in chunk.modules() if hasattr(m, "num_gemms")):
         for parameter in module.parameters(recurse=False):
             parameter.tensor_model_parallel = True

@@ -1,6 +1,6 @@
 """Log-probabilities under a vocabulary that is split over tensor ranks, and sequences that are split over context ranks.
 
-No rank ever holds a whole row of logits: a chunk's largest logit, its sum of exponentials and the logit at the label are reduced,
+No rank ever holds a whole row of logits: a chunk's largest logits, sums of exponentials and logits at the labels are reduced,
 three numbers for each token.
 
     logp_t = z_t[y_t] - m_t - log sum_ranks sum_v exp(z_t[v] - m_t)

@@ -28,8 +28,8 @@ class MegatronModel(SessionModel):
     """A language model in Megatron-Core, laid over tensor, pipeline, data, context and expert ranks.
 
     Weights are read from plain Hugging Face folders, and written as such. Without adapters the whole model is trained; after
-    ``add_adapter_to_model`` an adapter is. All ranks of the mesh build it and call its verbs together; each gives the rows of its
-    data rank.
+    ``add_adapter_to_model`` an adapter is. All ranks of the mesh build it and call its verbs together; each gives the rows of
+    its data rank.
 
     Args:
         model_id: ``ms://org/name``, ``hf://org/name`` or a local folder. None: random weights from ``config``.
@@ -103,9 +103,7 @@ class MegatronModel(SessionModel):
 
         if scheduler_cls not in ("default", Own.__name__, Own):
             why = "Megatron's optimizer takes its rate and decay from Megatron's own schedule"
-            raise OnlyOwn(
-                type(self).__name__, "scheduler", scheduler_cls, why, "lr_scheduler('default', lr_decay_steps=…)"
-            )
+            raise OnlyOwn(type(self).__name__, "scheduler", scheduler_cls, why, "lr_scheduler('default', lr_decay_steps=…)")
         super().set_lr_scheduler(Own, adapter_name=adapter_name, **kwargs)
 
     def remove_adapter(self, adapter_name: str) -> None:
@@ -134,8 +132,7 @@ def _build(
     on_nonfinite: Literal["raise", "skip"],
     settings: Mapping[str, Any],
 ) -> tuple[Any, Any]:
-    """Engine and store. Megatron is imported here, once ``RUNTIME`` is installed; all that can be checked is, before anything is
-    made."""
+    """Engine and store. Megatron is imported here, once ``RUNTIME`` is installed; what can be checked is checked first."""
     from twinkle_megatron import load, parallel
     from twinkle_megatron.adapters import MegatronAdapters
     from twinkle_megatron.engine import MegatronEngine
@@ -155,9 +152,7 @@ def _build(
         user = parallel.User()
         parallel.GROUPS.enter(layout, user)
         parallel.seed_ranks(seed)
-        built = load.build(
-            owner, folder, hf_config, converted, layout, precision, settings, on_cpu=bool(RUNTIME.installed)
-        )
+        built = load.build(owner, folder, hf_config, converted, layout, precision, settings, on_cpu=bool(RUNTIME.installed))
     facts = {
         "model_id": str(model_id) if model_id is not None else "none (random weights)",
         "mixed_precision": precision,

@@ -13,10 +13,11 @@ from twinkle_core.errors import BadOptimizer, BadScheduler
 
 
 class MegatronDistributedOptimizer(torch.optim.Optimizer):
-    """Adam (or SGD) whose state, and in 16 bits whose fp32 weights, are shared out over data ranks.
+    """Adam whose state, and in 16 bits whose fp32 weights, are shared out over data ranks. (SGD, of which Megatron has no such
+    form, holds them on each.)
 
-    Its groups hold the model's own parameters and the hyperparameters; Megatron's optimizer inside holds the shards, and is told
-    the hyperparameters before each update.
+    Its groups hold the model's own parameters and the hyperparameters; Megatron's optimizer inside holds the shards, and is
+    told the hyperparameters before each update.
 
     Args:
         params: groups of parameters.
@@ -64,6 +65,11 @@ class MegatronDistributedOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             group["wd_mult"] = 1.0 if group["weight_decay"] else 0.0  # what Megatron's scheduler multiplies its decay by
 
+    @property
+    def distributed(self) -> bool:
+        """Whether Megatron shares out its state."""
+        return self.settings["optimizer"] == "adam"
+
     def wrap(self, ddps: list[Any], dtype: torch.dtype) -> None:
         """Make Megatron's optimizer over the buffers of ``ddps``."""
         decay = max(float(group["weight_decay"]) for group in self.param_groups)
@@ -75,7 +81,7 @@ class MegatronDistributedOptimizer(torch.optim.Optimizer):
             bf16=dtype == torch.bfloat16,
             fp16=dtype == torch.float16,
             params_dtype=dtype,
-            use_distributed_optimizer=True,
+            use_distributed_optimizer=self.distributed,
             **self.settings,
         )
         self.ddps = ddps
@@ -137,7 +143,9 @@ class OptimizerParamScheduler(_Scheduler):  # type: ignore[misc]
         lr_wsd_decay_style: str | None = None,
     ) -> None:
         if not lr_warmup_steps < lr_decay_steps:
-            raise BadScheduler(type(self).__name__, f"lr_warmup_steps={lr_warmup_steps} must be below lr_decay_steps={lr_decay_steps}")
+            raise BadScheduler(
+                type(self).__name__, f"lr_warmup_steps={lr_warmup_steps} must be below lr_decay_steps={lr_decay_steps}"
+            )
         decay = max(float(group["weight_decay"]) for group in optimizer.param_groups)
         start = decay if start_wd is None else start_wd
         super().__init__(

@@ -39,7 +39,9 @@ class Layout:
         """
         sizes = mesh.sizes
         if sizes["fsdp"] > 1 or mesh.ulysses_size > 1:
-            raise BadLayout("MegatronModel has no fsdp_size and no ulysses_size; use dp_size (its optimizer is sharded) and cp_size")
+            raise BadLayout(
+                "MegatronModel has no fsdp_size and no ulysses_size; use dp_size (its optimizer is sharded) and cp_size"
+            )
         if mesh.vpp_size > 1 and sizes["pp"] == 1:
             raise BadLayout(f"vpp_size = {mesh.vpp_size} cuts the layers of pipeline stages, and pp_size is 1; set pp_size too")
         if mesh.sequence_parallel and sizes["tp"] == 1:
@@ -84,10 +86,14 @@ class Layout:
             if self.ep > 1:
                 raise BadLayout(f"ep_size = {self.ep} lays out experts, and this model has none; leave ep_size at 1")
         elif self.tp > 1 and not self.sp:
-            raise BadLayout(f"experts under tp_size = {self.tp} need the sequence split too: DeviceMesh(…, sequence_parallel=True)")
+            raise BadLayout(
+                f"experts under tp_size = {self.tp} need the sequence split too: DeviceMesh(…, sequence_parallel=True)"
+            )
         elif self.ep == 1 and self.etp != self.tp:
             why = "tensor ranks would each train a copy of all experts, on their part of the sequence"
-            raise BadLayout(f"tp_size = {self.tp} with ep_size = 1 and etp_size = {self.etp}: {why}; set ep_size, or etp_size={self.tp}")
+            raise BadLayout(
+                f"tp_size = {self.tp} with ep_size = 1 and etp_size = {self.etp}: {why}; set ep_size, or etp_size={self.tp}"
+            )
 
 
 class User:
@@ -139,7 +145,9 @@ def connect(device: torch.device, world: int) -> None:
     """
     there = dist.get_world_size() if dist.is_initialized() else settings.world_size()
     if there != world:
-        raise BadMesh(f"the mesh has {world} rank(s), and {there} process(es) run; start as many: torchrun --nproc-per-node {world}")
+        raise BadMesh(
+            f"the mesh has {world} rank(s), and {there} process(es) run; start as many: torchrun --nproc-per-node {world}"
+        )
     if dist.is_initialized():
         return
     backend = "gloo" if device.type == "cpu" else "nccl"

@@ -39,7 +39,7 @@ EXPERTS: dict[str, Any] = {
 
 
 def write_tiny(folder: str | Path, family: str = "llama", *, seed: int = 0, **changes: Any) -> Path:
-    """Write a model's folder.
+    """Write a model's folder. In several processes transformers writes in the first alone: call it before they meet.
 
     Args:
         family: ``llama``, ``qwen2``, ``qwen3``, ``qwen3_moe`` or ``glm4``.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -61,7 +62,7 @@ class DotProductAttention(nn.Module):
         kind = attn_mask_type or self.attn_mask_type
         if qkv_format == "thd":
             cuts = cu_seqlens_q.tolist()
-            rows = [(a, b) for a, b in zip(cuts, cuts[1:], strict=False) if b > a]
+            rows = [(a, b) for a, b in itertools.pairwise(cuts) if b > a]
             return torch.cat([self._attend(q[a:b, None], k[a:b, None], v[a:b, None], None, True)[:, 0] for a, b in rows])
         size = self.cp_group.size() if self.cp_group is not None else 1
         if size > 1:

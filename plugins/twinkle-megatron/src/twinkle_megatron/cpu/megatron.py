@@ -1,7 +1,8 @@
-"""The few symbols of Megatron-Core that are CUDA-only where the answer on a CPU is plain, and two faults of its fallback Adam."""
+"""The few symbols of Megatron-Core that are CUDA-only where the answer on a CPU is plain, and faults of its fallback Adam."""
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -22,6 +23,8 @@ def _random_state() -> None:
         torch.set_rng_state(new_state)  # the original calls torch._C
 
     random._set_cuda_rng_state = set_state
+    # it warns of a CPU state that changes while the GPU's is another; here they are one
+    logging.getLogger(random.__name__).setLevel(logging.ERROR)
 
 
 def _experts() -> None:

@@ -7,8 +7,8 @@ Megatron names its accelerator in four ways, and each has one answer here:
 3. ``x.type() == "torch.cuda.FloatTensor"``: the mode answers as CUDA would.
 4. Transformer Engine and CUDA-only helpers: ``transformer_engine.py`` and ``megatron.py`` beside this file.
 
-1 to 3 hold inside of ``active()`` alone: other code of the process sees torch as it is. 4 is put into ``sys.modules`` once, before
-Megatron is imported. Where CUDA is there, all of it is inert.
+1 to 3 hold inside of ``active()`` alone: other code of the process sees torch as it is. 4 is put into ``sys.modules`` once,
+before Megatron is imported. Where CUDA is there, all of it is inert.
 """
 
 from __future__ import annotations

@@ -218,9 +218,9 @@ class LayerNorm(RMSNorm):
 
 
 MODULES = (
-    ("", ".common", ".common.recipe", ".pytorch", ".pytorch.fp8", ".pytorch.distributed", ".pytorch.attention")
-    + (".pytorch.attention.rope", ".pytorch.utils", ".pytorch.float8_tensor", ".pytorch.tensor", ".pytorch.ops")
-)  # fmt: skip
+    *("", ".common", ".common.recipe", ".pytorch", ".pytorch.fp8", ".pytorch.distributed", ".pytorch.attention"),
+    *(".pytorch.attention.rope", ".pytorch.utils", ".pytorch.float8_tensor", ".pytorch.tensor", ".pytorch.ops"),
+)
 
 
 def _named(*names: str) -> dict[str, type]:

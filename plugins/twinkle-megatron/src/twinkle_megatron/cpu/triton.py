@@ -1,4 +1,4 @@
-"""Stands for ``triton`` while modules with GPU kernels are imported: they name it in decorators and annotations, and are not used."""
+"""Stands for ``triton`` while modules with GPU kernels are imported: they name it in decorators, and are not used."""
 
 from __future__ import annotations
 
