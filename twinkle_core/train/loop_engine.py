@@ -100,7 +100,7 @@ class LoopEngine(Engine):
 
     def agree(self, count: int) -> int:
         """How many micro-batches each data rank makes, where this one has rows for ``count``: as many as the one with most."""
-        return max(self.gather_objects(count))
+        return int(max(self.gather_objects(count)))
 
     def run_schedule(
         self,

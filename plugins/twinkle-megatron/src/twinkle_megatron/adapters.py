@@ -82,9 +82,11 @@ class MegatronAdapters(AdapterStore):
         ready = _checked(name, config, str(self.built.hf_config.model_type), self.layout)
         inner = f"a{self._made}"
         self._made += 1
-        self._inject(inner, ready)
+        seed = common_seed()
+        with torch.random.fork_rng():  # peft starts with numbers of its own
+            self._inject(inner, ready)
         self._inner[name], self._configs[name] = inner, ready
-        self._start(name)
+        self._start(name, seed)
         if state is not None:
             try:
                 self.load_state_dict(name, state)
@@ -127,9 +129,8 @@ class MegatronAdapters(AdapterStore):
         return [m for chunk in self.built.chunks for m in chunk.modules() if isinstance(m, BaseTunerLayer)]
 
     @torch.no_grad()
-    def _start(self, name: str) -> None:
+    def _start(self, name: str, seed: int) -> None:
         """A random, B zero, whatever the layout: each whole tensor by the seed and its name, of which a rank takes its part."""
-        seed = common_seed()
         for key, parameter in self.parameters(name).items():
             if ".lora_B." in key:
                 parameter.zero_()

@@ -46,7 +46,7 @@ def _model(optimizer: MegatronDistributedOptimizer, inner: str | None) -> dict[s
     if inner is not None:
         for leaf in _leaves(tree):
             leaf.key = leaf.key.replace(f".{inner}.", ".adapter.")
-    return tree  # type: ignore[no-any-return]
+    return tree
 
 
 def _gate_and_up(tensor: Any) -> Any:

@@ -48,9 +48,9 @@ def planned(session: Session, rows: Any, vocabulary: int, layout: Layout) -> tup
     """Session and rows such that core's ``prepare`` makes planned batches of them."""
     if isinstance(rows, Mapping):
         return session, plan(rows, vocabulary, layout)
-    assert session.processor is not None
-    session = copy.copy(session)
-    session.processor = Planned(session.processor, vocabulary, layout)
+    own, session = session.processor, copy.copy(session)
+    assert own is not None
+    session.processor = Planned(own, vocabulary, layout)
     return session, rows
 
 
@@ -81,7 +81,8 @@ def plan(batch: Mapping[str, Any], vocabulary: int, layout: Layout) -> InputFeat
         raise BadInputs("packed rows can't be split over context ranks here; use a processor with padding_free=False")
     if ids.shape[0] != 1:
         raise BadInputs(f"packed rows must be one sequence [1, T], and 'input_ids' is {list(ids.shape)}")
-    return {**found, LENGTHS: lengths}  # type: ignore[return-value,typeddict-unknown-key]
+    found[LENGTHS] = lengths
+    return found  # type: ignore[return-value]
 
 
 def _within(ids: torch.Tensor, field: str, vocabulary: int) -> None:

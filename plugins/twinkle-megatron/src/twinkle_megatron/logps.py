@@ -59,7 +59,7 @@ class _GatherSequence(torch.autograd.Function):
 
 def gather_sequence(x: Tensor, group: Any) -> Tensor:
     """See ``_GatherSequence``; of one context rank, ``x`` itself."""
-    return x if group is None or dist.get_world_size(group) == 1 else _GatherSequence.apply(x, group)  # type: ignore[no-any-return,no-untyped-call]
+    return x if group is None or dist.get_world_size(group) == 1 else _GatherSequence.apply(x, group)  # type: ignore[no-untyped-call]
 
 
 class Vocabulary(nn.Module):
@@ -99,7 +99,7 @@ class Vocabulary(nn.Module):
         return z[..., : self.size]
 
     def _total(self, x: Tensor) -> Tensor:
-        return x if self.ranks == 1 else _Sum.apply(x, self.group)  # type: ignore[no-any-return,no-untyped-call]
+        return x if self.ranks == 1 else _Sum.apply(x, self.group)  # type: ignore[no-untyped-call]
 
     def _chunk(self, rows: Tensor, labels: Tensor, temperature: float, entropies: bool) -> tuple[Tensor, ...]:
         """logps and entropies ``[n]`` (zeros where not asked for) and predictions of one chunk."""
@@ -144,7 +144,7 @@ class Vocabulary(nn.Module):
         rows, chosen = flat.index_select(0, index), marks.index_select(0, index)
         size = max(CHUNK_ROWS, CHUNK_ELEMENTS // max(1, self._weight().shape[0]))
         found: list[tuple[Tensor, ...]] = []
-        for part, wanted in zip(rows.split(size), chosen.split(size), strict=True):
+        for part, wanted in zip(torch.split(rows, size), torch.split(chosen, size), strict=True):
             how: Any = (part, wanted, temperature, entropies)
             if torch.is_grad_enabled():
                 found.append(checkpoint(self._chunk, *how, use_reentrant=False, preserve_rng_state=False))

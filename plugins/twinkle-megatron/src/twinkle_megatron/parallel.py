@@ -152,7 +152,7 @@ def connect(device: torch.device, world: int) -> None:
         return
     backend = "gloo" if device.type == "cpu" else "nccl"
     if world == 1:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     else:
         dist.init_process_group(backend)
 

@@ -28,6 +28,13 @@ def _mark(parameter: Any, dim: int | None) -> None:
     parameter.partition_dim = -1 if dim is None else dim
 
 
+def _split(*parameters: Any, over_sequence: bool) -> None:
+    """Say whether gradients of these are of a part of the sequence alone."""
+    for parameter in parameters:
+        if parameter is not None:
+            parameter.sequence_parallel = over_sequence
+
+
 class Linear(nn.Module):
     """A linear layer, split over tensor ranks by its rows (``column``) or columns (``row``), or not at all."""
 
@@ -55,6 +62,7 @@ class Linear(nn.Module):
         self.use_bias, self.return_bias = bias, return_bias
         self.get_rng_state_tracker, self.rng_tracker_name = get_rng_state_tracker, rng_tracker_name
         self.init_method = init_method
+        self.weight: Any
         self.bias: Any
         self._allocate(bias, params_dtype)
 
@@ -141,9 +149,7 @@ class LayerNormLinear(Linear):
         self.layer_norm_bias: Any = None
         if normalization == "LayerNorm":
             self.layer_norm_bias = nn.Parameter(torch.zeros(in_features, dtype=self.weight.dtype))
-        for parameter in (self.layer_norm_weight, self.layer_norm_bias):
-            if parameter is not None:
-                parameter.sequence_parallel = self.sequence_parallel
+        _split(self.layer_norm_weight, self.layer_norm_bias, over_sequence=self.sequence_parallel)
 
     def forward(self, x: Any, is_first_microbatch: Any = None, **unused: Any) -> Any:
         normed = _normalised(
@@ -171,7 +177,9 @@ class GroupedLinear(Linear):
             if bias:
                 setattr(self, f"bias{i}", nn.Parameter(torch.zeros(self.out_features, dtype=dtype)))
 
-    def forward(self, x: Any, m_splits: Any, is_first_microbatch: Any = None, **unused: Any) -> Any:
+    def forward(  # type: ignore[override]  # as Transformer Engine's own
+        self, x: Any, m_splits: Any, is_first_microbatch: Any = None, **unused: Any
+    ) -> Any:
         sizes = m_splits.tolist() if torch.is_tensor(m_splits) else list(m_splits)
         biases = [getattr(self, f"bias{i}") if self.use_bias else None for i in range(self.num_gemms)]
         parts = [
@@ -203,9 +211,7 @@ class RMSNorm(nn.Module):
         self.eps, self.zero_centered_gamma = eps, zero_centered_gamma
         self.weight: Any = nn.Parameter((torch.zeros if zero_centered_gamma else torch.ones)(size, dtype=params_dtype))
         self.bias: Any = nn.Parameter(torch.zeros(size, dtype=params_dtype)) if self.kind == "LayerNorm" else None
-        for parameter in (self.weight, self.bias):
-            if parameter is not None:
-                parameter.sequence_parallel = sequence_parallel
+        _split(self.weight, self.bias, over_sequence=sequence_parallel)
 
     def forward(self, x: Any) -> Any:
         return _normalised(x, self.weight, self.bias, self.eps, self.kind, self.zero_centered_gamma)
