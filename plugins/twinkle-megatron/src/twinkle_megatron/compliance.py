@@ -16,11 +16,12 @@ from twinkle_megatron.testing import SIZES
 class ByCoresNames(MegatronModel):
     """Optimizers and schedules under the names that the suite has for them, as Megatron's own."""
 
-    def set_optimizer(self, optimizer_cls: Any = "default", *, adapter_name: str | None = None, **kwargs: Any) -> None:
-        own = {"sgd": {"optimizer": "sgd", "sgd_momentum": 0.0}, "adamw": {"optimizer": "adam"}}.get(optimizer_cls, {})
-        uphill = kwargs.pop("maximize", False)
+    def set_optimizer(
+        self, optimizer_cls: Any = "default", *, adapter_name: str | None = None, maximize: bool = False, **kwargs: Any
+    ) -> None:
+        own: dict[str, Any] = {"optimizer": "sgd", "sgd_momentum": 0.0} if optimizer_cls == "sgd" else {"optimizer": "adam"}
         super().set_optimizer("default", adapter_name=adapter_name, **own, **kwargs)
-        for group in self._session(adapter_name).optimizer.param_groups if uphill else ():  # type: ignore[union-attr]
+        for group in self._session(adapter_name).optimizer.param_groups if maximize else ():  # type: ignore[union-attr]
             group["lr"] = -group["lr"]
 
     def set_lr_scheduler(self, scheduler_cls: Any = "default", *, adapter_name: str | None = None, **kwargs: Any) -> None:

@@ -97,7 +97,7 @@ def adapter_config(name: str, folder: Path) -> LoraConfig:
     if not file.is_file():
         raise CheckpointNotFound(str(folder), f"no adapter is saved there ({ADAPTER_CONFIG} is missing)")
     try:
-        return LoraConfig.from_pretrained(str(folder))  # type: ignore[no-any-return]
+        return LoraConfig.from_pretrained(str(folder))
     except (ValueError, TypeError, KeyError) as error:
         raise BadAdapter(name, f"{file} is no config that peft understands: {error}") from error
 

@@ -85,7 +85,7 @@ def find(model_id: str | Path | None, config: Any) -> tuple[Path | None, Any]:
         raise ModelNotLoaded(folder, str(error)) from error
     for part in (found, getattr(found, "text_config", None)):
         rope = getattr(part, "rope_parameters", None)
-        if rope and not hasattr(part, "rope_theta"):
+        if part is not None and rope and not hasattr(part, "rope_theta"):
             part.rope_theta = rope["rope_theta"]  # mcore-bridge reads the name of transformers 4
     return folder, found
 

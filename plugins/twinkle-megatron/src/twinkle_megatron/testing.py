@@ -96,7 +96,7 @@ def steps(model: MegatronModel, batches: list[Any], name: str = "") -> dict[str,
         loss = model.forward_backward(mine, adapter_name=name, micro_batch_size=1)
         held = sum(label != -100 for row in mine for label in row["labels"])
         total = model.engine.all_reduce(torch.tensor([float(loss) * held, float(held)], dtype=torch.float64))
-        norms.append(float(model.clip_grad_and_step(1.0, adapter_name=name)))
+        norms.append(model.clip_grad_and_step(1.0, adapter_name=name) or 0.0)
         losses.append(float(total[0] / total[1]))
     return {"losses": losses, "norms": norms}
 
