@@ -427,7 +427,10 @@ entry(
     e.BadLayout("ep_size = 2 lays out experts, and this model has none; leave ep_size at 1"),
     way="Choose sizes that divide what the model has.",
 )
-entry(e.LoadedTooEarly("megatron.core", "twinkle_megatron's stand-ins for CUDA"))
+entry(
+    e.LoadedTooEarly("megatron.core", "twinkle_megatron's stand-ins for CUDA"),
+    way="Make the model before anything imports that library, or import it nowhere yourself.",
+)
 entry(e.ManyLayouts("Layout(tp=2, pp=1, ...)", "Layout(tp=1, pp=2, ...)"))
 entry(
     e.OnlyOwn(

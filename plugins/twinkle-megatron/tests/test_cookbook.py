@@ -29,4 +29,4 @@ def test_an_example_learns(name, tmp_path, monkeypatch):
     done = subprocess.run(command, cwd=tmp_path, timeout=300, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     losses = [float(text) for text in re.findall(r"loss ([\d.]+)", done.stdout)]
-    assert len(losses) == 4 and losses[-1] < 0.8 * losses[0]
+    assert len(losses) == 4 and losses[-1] < 0.9 * losses[0]
