@@ -86,6 +86,8 @@ class MegatronDistributedOptimizer(torch.optim.Optimizer):
         )
         self.ddps = ddps
         self.inner = get_megatron_optimizer(config, ddps)
+        for part in self.inner.chained_optimizers if not self.distributed else ():
+            part.init_state_fn = _start  # Megatron has none for SGD, and asks for it before a load
 
     def tell(self) -> None:
         """Megatron's groups get the hyperparameters of these."""
@@ -109,6 +111,13 @@ class MegatronDistributedOptimizer(torch.optim.Optimizer):
         for group, saved in zip(self.param_groups, state_dict["groups"], strict=True):
             group.update(saved)
         state_dict["read"]()
+
+
+def _start(optimizer: torch.optim.Optimizer, config: Any = None) -> None:
+    """Momentum as it is before the first update."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"] if group["momentum"] else ():
+            optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
 
 
 class OptimizerParamScheduler(_Scheduler):  # type: ignore[misc]
