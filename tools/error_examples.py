@@ -430,6 +430,25 @@ entry(
     way="Make the adapter with the configuration it was saved with: `add_adapter_to_model(name, folder)` takes it from there.",
 )
 
+entry(
+    e.BadLayout.divides("tp_size", 3, "num_attention_heads", 32),
+    e.BadLayout("ep_size = 2 lays out experts, and this model has none; leave ep_size at 1"),
+    way="Choose sizes that divide what the model has.",
+)
+entry(
+    e.LoadedTooEarly("megatron.core", "twinkle_megatron's stand-ins for CUDA"),
+    way="Make the model before anything imports that library, or import it nowhere yourself.",
+)
+entry(e.ManyLayouts("Layout(tp=2, pp=1, ...)", "Layout(tp=1, pp=2, ...)"))
+entry(
+    e.OnlyOwn(
+        "MegatronModel", "optimizer", "adamw", "weights and states lie in Megatron's buffers", "optimizer('default', lr=...)"
+    )
+)
+entry(
+    e.UnsupportedFamily("MegatronModel", "gemma3", "mcore-bridge doesn't know this family", "train it with TransformersModel")
+)
+
 # ---------------------------------------------------------------------------------------------------- the command line
 
 entry(e.UnknownCommand("trian", "train", ["quickstart", "train", "plugins", "check", "show", "new", "doctor"]))

@@ -28,6 +28,7 @@ ALL = (
     Setting("TWINKLE_TRUST_REMOTE_CODE", "0", "1: components may be loaded from ms:// and hf:// repositories"),
     Setting("TWINKLE_CACHE", "~/.cache/twinkle", "where downloads and converted models are kept"),
     Setting("TWINKLE_LOG_LEVEL", "INFO", "level of twinkle's logger"),
+    Setting("TWINKLE_MEGATRON_CPU", "0", "1: Megatron models compute on the CPU, also where CUDA is there"),
 )
 
 
@@ -42,7 +43,7 @@ def _value(variable: str) -> str:
 
 
 _YES, _NO = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
-_SWITCHES = ("TWINKLE_STRICT_PLUGINS", "TWINKLE_TRUST_REMOTE_CODE")
+_SWITCHES = ("TWINKLE_STRICT_PLUGINS", "TWINKLE_TRUST_REMOTE_CODE", "TWINKLE_MEGATRON_CPU")
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
@@ -103,6 +104,16 @@ def environment() -> dict[str, str]:
 def trust_remote_code() -> bool:
     """TWINKLE_TRUST_REMOTE_CODE."""
     return _switch("TWINKLE_TRUST_REMOTE_CODE")
+
+
+def megatron_cpu() -> bool:
+    """TWINKLE_MEGATRON_CPU."""
+    return _switch("TWINKLE_MEGATRON_CPU")
+
+
+def one_device_connection() -> None:
+    """CUDA_DEVICE_MAX_CONNECTIONS=1, unless the user chose otherwise: Megatron's tensor parallelism insists on it."""
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 
 def cache_dir() -> Path:

@@ -106,7 +106,7 @@ try:
 except ImportError as error:
     print("SHOWN", error)
 try:
-    from twinkle.model import MegatronModel
+    from twinkle.model import MultiLoraMegatronModel
 except ImportError as error:
     print("SHOWN", error)
 """
@@ -130,4 +130,4 @@ def test_B53_importing_the_core_needs_no_heavy_package(site):
         f"SHOWN model 'demo' from demo-engine 0.1 needs 'transformers', which is not installed in {sys.prefix}" in done.stdout
     )
     assert "    pip install transformers\n" in done.stdout
-    assert "    pip install twinkle-megatron\n" in done.stdout
+    assert "    pip install twinkle-multilora\n" in done.stdout

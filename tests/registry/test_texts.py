@@ -104,12 +104,12 @@ def test_needs_library_of_an_extra(site):
         "twinkle-megatron",
         "0.3",
         entry_points={"models": {"megatron": "fake_megatron_backend:MegatronModel"}},
-        modules={"fake_megatron_backend.py": "def load():\n    from megatron.core import parallel_state\nload()"},
-        requires=["megatron-energon; extra == 'data'", "megatron-core>=0.12; extra == 'mcore'"],
+        modules={"fake_megatron_backend.py": "def load():\n    from megatron.energon import WorkerConfig\nload()"},
+        requires=["megatron-core; extra == 'mcore'", "megatron-energon>=6; extra == 'data'"],
     )
     assert text(errors.NeedsLibrary, lambda: site.registry().resolve("model", "megatron")) == (
-        f"model 'megatron' from twinkle-megatron 0.3 needs 'megatron.core', which is not installed in {PREFIX}\n"
-        "    pip install 'twinkle-megatron[mcore]'"
+        f"model 'megatron' from twinkle-megatron 0.3 needs 'megatron.energon', which is not installed in {PREFIX}\n"
+        "    pip install 'twinkle-megatron[data]'"
     )
 
 

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from twinkle_core.types import InputFeature, LossOutput, ModelOutput
@@ -53,6 +54,9 @@ class Engine(ABC):
     grad_divisor: int = 1
     #: coefficient of a router's auxiliary loss; what is added is coefficient x ModelOutput.aux_loss x weight of the loss
     aux_loss_coef: float = 0.0
+    #: whether ranks hold parts of the weights: then all of them together read and write them (the store's ``state_dict``,
+    #: ``load_state_dict`` and ``write`` are collective), and the first one alone the rest of a checkpoint
+    collective: bool = False
 
     @abstractmethod
     def prepare(
@@ -127,6 +131,38 @@ class Engine(ABC):
     @abstractmethod
     def zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
         """Drop the gradients of this optimizer's parameters, and whatever the engine remembers of their window."""
+
+    def gradient(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
+        """What has been gathered for a parameter in its window. Default: its ``grad``."""
+        return parameter.grad
+
+    def set_gradient(self, parameter: torch.nn.Parameter, value: torch.Tensor | None) -> None:
+        """Put back ``gradient``."""
+        parameter.grad = value
+
+    def optimizer_state(
+        self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.nn.Parameter]
+    ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """Tensors and plain data for a checkpoint: what the first rank writes. Default: all of the state, by parameter."""
+        from twinkle_core.train import optim
+
+        return optim.state_by_name(optimizer, parameters)
+
+    def prepare_optimizer_state(
+        self,
+        optimizer: torch.optim.Optimizer,
+        parameters: Mapping[str, torch.nn.Parameter],
+        tensors: Mapping[str, torch.Tensor],
+        data: Mapping[str, Any],
+        folder: Path,
+    ) -> dict[str, Any]:
+        """What ``optimizer.load_state_dict`` takes, checked; changes nothing. Raises CheckpointMismatch."""
+        from twinkle_core.train import optim
+
+        return optim.prepare_state(optimizer, parameters, tensors, data, str(folder / "optimizer.json"))
+
+    def write_shards(self, optimizer: torch.optim.Optimizer, folder: Path) -> None:  # noqa: B027  (optional)
+        """What ranks hold of an optimizer's state, written by all of them into the folder of a checkpoint."""
 
     def loss_scale(self) -> float:
         """What gradients that ``finish_grads`` has not seen are multiplied by: a gradient scaler's scale, else 1."""

@@ -172,3 +172,43 @@ class WeightsMismatch(CheckpointMismatch):
             if keys
         ]
         TwinkleError.__init__(self, f"the tensors don't fit {what}. Nothing was loaded.\n    " + "\n    ".join(lines))
+
+
+class LoadedTooEarly(TwinkleError, RuntimeError):
+    """A library that was imported before what must be there first."""
+
+    def __init__(self, library: str, first: str) -> None:
+        super().__init__(f"'{library}' was imported before {first}; make the model first, or import twinkle's plugin before it")
+
+
+class BadLayout(TwinkleError, ValueError):
+    """A mesh that this model can't be laid over; the text shows the arithmetic."""
+
+    @classmethod
+    def divides(cls, size: str, value: int, of: str, total: int) -> BadLayout:
+        return cls(f"{size} = {value} must divide the model's {of} = {total}; {total} / {value} = {total / value:.4g}.")
+
+
+class OnlyOwn(TwinkleError, ValueError):
+    """An optimizer or scheduler that this backend can't drive."""
+
+    def __init__(self, owner: str, kind: str, given: object, why: str, own: str) -> None:
+        name = given if isinstance(given, str) else getattr(given, "__name__", type(given).__name__)
+        super().__init__(f"{owner} takes no {kind} '{name}': {why}.\n    use set_{own}")
+
+
+class UnsupportedFamily(TwinkleError, ValueError):
+    """A model family that a backend can't load, train or write rightly."""
+
+    def __init__(self, owner: str, family: str, why: str, way: str) -> None:
+        super().__init__(f"{owner} and '{family}': {why}.\n    {way}")
+
+
+class ManyLayouts(TwinkleError, RuntimeError):
+    """Two meshes in one process where a library has room for one."""
+
+    def __init__(self, first: str, second: str) -> None:
+        super().__init__(
+            f"Megatron's process groups are of the whole process, and a model that lives uses\n    {first}\n"
+            f"so there is no room for\n    {second}\n    drop the first model (del model), or give both the same mesh"
+        )

@@ -40,7 +40,7 @@ from twinkle_core.errors import (
 )
 from twinkle_core.log import get_logger
 from twinkle_core.ops.sharded import whole
-from twinkle_core.train import base_values, differences, optim, rng
+from twinkle_core.train import base_values, differences, rng
 from twinkle_core.train.folder import STATE_FILE, recover, sha256
 from twinkle_core.train.plain import from_plain, to_plain
 from twinkle_core.train.session import Session
@@ -160,7 +160,7 @@ def _gather_state(model: Sessions, session: Session, parts: Parts) -> None:
         raise CheckpointUnfit("an accumulation window that is open", why)
     if optimizer is not None:
         parameters = model._named(session)
-        tensors, parts.data["optimizer"] = optim.state_by_name(optimizer, parameters)
+        tensors, parts.data["optimizer"] = model.engine.optimizer_state(optimizer, parameters)
         parts.tensors["optimizer"] = {k: whole(t).cpu() for k, t in tensors.items()}
         if session.scheduler is not None:
             name = type(session.scheduler).__name__
@@ -169,7 +169,8 @@ def _gather_state(model: Sessions, session: Session, parts: Parts) -> None:
     if held := model.adapters.training_state(session.name):
         parts.data["adapter"] = to_plain(held, f"the training state of adapter '{session.name}'")
     if window.open:
-        parts.tensors["gradients"] = {k: p.grad for k, p in model._named(session).items() if p.grad is not None}
+        found = {k: model.engine.gradient(p) for k, p in model._named(session).items()}
+        parts.tensors["gradients"] = {k: g for k, g in found.items() if g is not None}
     state = model.engine.state_dict()
     tensors = {k: v for k, v in state.items() if isinstance(v, torch.Tensor)}
     plain = {k: v for k, v in state.items() if k not in tensors}
@@ -178,9 +179,20 @@ def _gather_state(model: Sessions, session: Session, parts: Parts) -> None:
     parts.tensors["rng"], parts.data["rng"] = rng.join(captured)
 
 
-def write(model: Sessions, session: Session, folder: Path, parts: Parts, consumed: int) -> None:
-    """Write a checkpoint's files into an empty folder."""
+def write(model: Sessions, session: Session, folder: Path, parts: Parts, consumed: int, *, first: bool = True) -> None:
+    """Write a checkpoint's files into an empty folder.
+
+    Args:
+        first: whether this rank writes what ranks do not hold apart. The others are here where the engine is ``collective``.
+    """
     model.adapters.write(session.name, folder)
+    weights = fingerprint(model.adapters, session.name)
+    if parts.resumable and session.optimizer is not None:
+        model.engine.write_shards(session.optimizer, folder)
+    if model.engine.collective:
+        model.engine.gather_objects(None, "world")  # all have written
+    if not first:
+        return
     for stem, tensors in parts.tensors.items():
         if tensors:
             save_file(distinct({k: t.cpu() for k, t in tensors.items()}), folder / f"{stem}.safetensors")
@@ -202,7 +214,7 @@ def write(model: Sessions, session: Session, folder: Path, parts: Parts, consume
         adapter=_described(model.adapters.describe(session.name)),
         engine=_described(model.engine.describe()),
         mesh=repr(model.engine.mesh),
-        fingerprint=fingerprint(model.adapters, session.name),
+        fingerprint=weights,
         base_sample=parts.base_sample,
         plugins=registry.snapshot(),
         files={name: FileEntry(size=p.stat().st_size, sha256=sha256(p)) for name, p in files.items()},
@@ -344,7 +356,7 @@ def read(model: Sessions, session: Session, folder: Path, state: TrainerState) -
     if session.optimizer is not None:
         with _reading(folder, "optimizer.json"):
             tensors, data = _tensors(folder, "optimizer"), _data(folder, "optimizer")
-            loaded.optimizer = optim.prepare_state(session.optimizer, parameters, tensors, data, source)
+            loaded.optimizer = model.engine.prepare_optimizer_state(session.optimizer, parameters, tensors, data, folder)
             loaded.notes += differences.of_optimizer(session.optimizer, data["groups"])
     if session.scheduler is not None:
         with _reading(folder, "scheduler.json"):
@@ -414,9 +426,10 @@ def apply(model: Sessions, session: Session, loaded: Loaded) -> None:
     rescale = model.engine.loss_scale() / state.gradient_scale  # 1 unless the precision is another
     for name, parameter in model._named(session).items():
         gradient = loaded.gradients.get(name)
-        parameter.grad = None if gradient is None else gradient.to(parameter.device, parameter.dtype)
-        if parameter.grad is not None and rescale != 1:
-            parameter.grad.mul_(rescale)
+        if gradient is not None:
+            gradient = gradient.to(parameter.device, parameter.dtype)
+            gradient = gradient if rescale == 1 else gradient.mul_(rescale)
+        model.engine.set_gradient(parameter, gradient)
     size = session.window.size
     session.window.load_state_dict(state.window.model_dump())
     if size is not None and (not session.window.open or session.window.size is None):

@@ -37,7 +37,7 @@ def evaluating(module: torch.nn.Module) -> Iterator[None]:
             m.training = True
 
 
-class _Window:
+class Window:
     """What an engine remembers of one optimizer's window between ``finish_grads`` and ``zero_grad``."""
 
     __slots__ = ("finite", "norm")
@@ -74,7 +74,7 @@ class LoopEngine(Engine):
         self.device = torch.device(device) if device is not None else first.device if first is not None else torch.device("cpu")
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self.on_nonfinite = "skip" if self.scaler is not None else on_nonfinite
-        self._windows: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Window] = weakref.WeakKeyDictionary()
+        self._windows: weakref.WeakKeyDictionary[torch.optim.Optimizer, Window] = weakref.WeakKeyDictionary()
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
     # ------------------------------------------------------------------------------------------------ computing
@@ -88,7 +88,7 @@ class LoopEngine(Engine):
         loss_args: Mapping[str, Any] | None = None,
     ) -> list[Batch]:
         assert session.processor is not None  # core resolves what falls back to the base before it calls an engine
-        agreed = max(self.gather_objects(len(prepare.cuts(rows, session.loss, micro_batch_size))))
+        agreed = self.most(len(prepare.cuts(rows, session.loss, micro_batch_size)))
         return prepare.prepare(
             rows,
             device=self.device,
@@ -98,6 +98,10 @@ class LoopEngine(Engine):
             loss_args=loss_args,
             at_least=agreed,
         )
+
+    def most(self, count: int) -> int:
+        """How many micro-batches each data rank makes, where this one has rows for ``count``: as many as the one with most."""
+        return int(max(self.gather_objects(count)))
 
     def run_schedule(
         self,
@@ -146,7 +150,7 @@ class LoopEngine(Engine):
         norm = self.total_norm(optimizer, 2.0)
         # The one synchronisation of a window besides its weight. A norm that overflowed is not yet a gradient that did.
         finite = math.isfinite(norm.item()) or self.agree(all(bool(torch.isfinite(g).all()) for g in grads))
-        self._windows[optimizer] = _Window(norm, finite)
+        self._windows[optimizer] = Window(norm, finite)
         return finite
 
     def clip(self, optimizer: torch.optim.Optimizer, max_norm: float, norm_type: float) -> torch.Tensor:

@@ -56,10 +56,15 @@ class StorageVerbs(Sessions):
         path = folder.target(output_dir if output_dir is not None else OUTPUT_DIR, name)
         parts = checkpoint.gather(self, session, resumable=save_optimizer)
         consumed = session.consumed_train_samples if consumed_train_samples is None else consumed_train_samples
-        with self.adapters.gathered(session.name), self._once(path) as mine:
-            if mine:
-                with folder.replacing(path) as temporary:
-                    checkpoint.write(self, session, temporary, parts, consumed)
+        with (
+            self.adapters.gathered(session.name),
+            self._once(path) as mine,
+            folder.replacing(path) if mine else contextlib.nullcontext() as temporary,
+        ):
+            if self.engine.collective:  # all ranks write into the first one's folder
+                temporary = next(p for p in self.engine.gather_objects(temporary, "world") if p is not None)
+            if temporary is not None:
+                checkpoint.write(self, session, temporary, parts, consumed, first=mine)
         session.consumed_train_samples = consumed
         plugins.hooks().twinkle_checkpoint_saved(path=str(path), session=session)
         return str(path)

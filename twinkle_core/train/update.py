@@ -249,7 +249,8 @@ class UpdateVerbs(ForwardVerbs):
         plugins.hooks().twinkle_after_step(session=session, result=result)
 
     def _nonfinite(self, session: Session) -> NonFiniteGradients:
-        grads = {name: whole(p.grad) for name, p in self._named(session).items() if p.grad is not None}
+        found = {name: self.engine.gradient(p) for name, p in self._named(session).items()}
+        grads = {name: whole(grad) for name, grad in found.items() if grad is not None}
         bad = [name for name, grad in grads.items() if not bool(torch.isfinite(grad).all())]
         loss = None if session.last_loss is None else float(session.last_loss)
         return NonFiniteGradients(session.name, bad[:3], max(0, len(bad) - 3), loss)

@@ -1,0 +1,1 @@
+"""twinkle's backend for Megatron-Core."""

@@ -1,0 +1,321 @@
+"""Whose weights: the model's own, and LoRA adapters on Megatron's layers, under the names that Hugging Face and PEFT have."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import mcore_bridge.tuners  # noqa: F401  (peft learns of Megatron's layers)
+import torch
+from megatron.core import parallel_state
+from peft import LoraConfig, PeftModel
+from peft.tuners.tuners_utils import BaseTunerLayer
+
+from twinkle_core import hub
+from twinkle_core.contracts.adapters import BASE, AdapterStore
+from twinkle_core.errors import BadAdapter, CheckpointMismatch, CheckpointNotFound, DuplicateAdapter, UnknownAdapter
+from twinkle_core.names import closest
+from twinkle_core.train.single import check_state
+from twinkle_megatron import files
+from twinkle_megatron.cpu.runtime import computes
+from twinkle_megatron.load import Built, mark_experts
+from twinkle_megatron.parallel import Layout, common_seed
+
+#: layers of Megatron's, and the layers of the Hugging Face model that each of them is
+FUSED = {
+    "linear_qkv": ("q_proj", "k_proj", "v_proj"),
+    "linear_proj": ("o_proj",),
+    "linear_fc1": ("gate_proj", "up_proj"),
+    "linear_fc2": ("down_proj",),
+}
+#: families whose adapters were seen to give the same logits in transformers and PEFT
+WRITTEN_RIGHTLY = frozenset({"llama", "qwen2", "qwen3", "qwen3_moe"})
+#: what of a LoraConfig is honoured; everything else must be as it is by default
+HONOURED = frozenset({"r", "lora_alpha", "lora_dropout", "use_rslora", "target_modules"})
+#: of a LoraConfig, what says nothing of what it computes
+SILENT = frozenset(
+    {"peft_type", "task_type", "inference_mode", "base_model_name_or_path", "peft_version", "revision", "auto_mapping"}
+)
+
+
+class MegatronAdapters(AdapterStore):
+    """The weights of this rank, and adapters by name.
+
+    ``state_dict``, ``load_state_dict`` and ``write`` are collective: all ranks call them. ``state_dict`` gives whole tensors.
+
+    Args:
+        built: the chunks. ``layout``: of the ranks. ``changed``: told the parameters whose values were set from outside.
+    """
+
+    def __init__(self, built: Built, layout: Layout, changed: Callable[[Mapping[str, Any]], None]) -> None:
+        self.built, self.layout, self._changed = built, layout, changed
+        self._trees: list[Any] = []
+        self._inner: dict[str, str] = {}
+        self._configs: dict[str, LoraConfig] = {}
+        self._base = [p for chunk in built.chunks for p in chunk.parameters()]
+        self._made = 0
+
+    def names(self) -> list[str]:
+        return list(self._inner)
+
+    def _known(self, name: str) -> str:
+        if name != BASE and name not in self._inner:
+            raise UnknownAdapter(name, closest(name, self.names()), self.names())
+        return name
+
+    # ------------------------------------------------------------------------------------------------ come and go
+
+    @computes
+    def acquire(self, name: str, config: Any) -> str:
+        if name in self._inner:
+            raise DuplicateAdapter(name)
+        folder = Path(hub.resolve(str(config))) if isinstance(config, (str, Path)) else None
+        state = None
+        if folder is not None:
+            config, state = files.adapter_config(name, folder), files.read_tensors(folder, files.ADAPTER_FILE)
+            _check_shared(name, state)
+        ready = _checked(name, config, str(self.built.hf_config.model_type), self.layout)
+        inner = f"a{self._made}"
+        self._made += 1
+        seed = common_seed()
+        with torch.random.fork_rng():  # peft starts with numbers of its own
+            self._inject(inner, ready)
+        self._inner[name], self._configs[name] = inner, ready
+        self._start(name, seed)
+        if state is not None:
+            try:
+                self.load_state_dict(name, state)
+            except BaseException:
+                self.release(name)
+                raise
+        return name
+
+    def _inject(self, inner: str, config: LoraConfig) -> None:
+        flags = [p.requires_grad for p in self._base]
+        if not self._trees:
+            self._trees = [PeftModel(chunk, config, adapter_name=inner) for chunk in self.built.chunks]
+        else:
+            for tree in self._trees:
+                tree.add_adapter(inner, config)
+        mark_experts(self.built.chunks)
+        for layer in self._layers():
+            layer.train(self.built.chunks[0].training)
+        for p, flag in zip(self._base, flags, strict=True):
+            p.requires_grad_(flag)
+
+    def release(self, name: str) -> None:
+        if self._known(name) == BASE:
+            raise UnknownAdapter(name, None, self.names())
+        inner = self._inner.pop(name)
+        del self._configs[name]
+        if not self._inner:
+            for layer in self._layers():  # the adapter asked it for its norm's output too
+                layer.base_layer.return_layernorm_output = False
+            for tree in self._trees:
+                tree.base_model.unload()
+            self._trees = []
+            return
+        for layer in self._layers():
+            layer._active_adapter = [next(iter(self._inner.values()))]
+        for tree in self._trees:
+            tree.delete_adapter(inner)
+
+    def _layers(self) -> list[Any]:
+        return [m for chunk in self.built.chunks for m in chunk.modules() if isinstance(m, BaseTunerLayer)]
+
+    @torch.no_grad()
+    def _start(self, name: str, seed: int) -> None:
+        """A random, B zero, whatever the layout: each whole tensor by the seed and its name, of which a rank takes its part."""
+        for key, parameter in self.parameters(name).items():
+            if ".lora_B." in key:
+                parameter.zero_()
+                continue
+            shape, dim = list(parameter.shape), getattr(parameter, "partition_dim", -1)
+            split = self.layout.tp > 1 and ".experts." not in key and bool(getattr(parameter, "tensor_model_parallel", False))
+            if split:
+                shape[dim] *= self.layout.tp
+            random = torch.Generator().manual_seed(seed ^ zlib.crc32(key.encode()))
+            whole = (torch.rand(shape, generator=random) * 2 - 1) / math.sqrt(shape[-1])
+            if split:
+                whole = whole.chunk(self.layout.tp, dim)[parallel_state.get_tensor_model_parallel_rank()]
+            parameter.copy_(whole)
+
+    # ------------------------------------------------------------------------------------------------ activate
+
+    @contextlib.contextmanager
+    def activate(self, name: str) -> Iterator[None]:
+        self._known(name)
+        if not self._inner:
+            yield
+            return
+        layers = [(layer, layer._active_adapter, layer._disable_adapters) for layer in self._layers()]
+        flags = [(p, p.requires_grad) for chunk in self.built.chunks for p in chunk.parameters()]
+        own = {id(p) for p in self.parameters(name).values()}
+        try:
+            for layer, _, _ in layers:
+                layer._disable_adapters = name == BASE
+                if name != BASE:
+                    layer._active_adapter = [self._inner[name]]
+            for p, _ in flags:
+                p.requires_grad_(id(p) in own)
+            yield
+        finally:
+            for layer, active, disabled in layers:
+                layer._active_adapter, layer._disable_adapters = active, disabled
+            for p, flag in flags:
+                p.requires_grad_(flag)
+
+    # ------------------------------------------------------------------------------------------------ tensors
+
+    def parameters(self, name: str) -> dict[str, torch.nn.Parameter]:
+        """This rank's, under Megatron's names with the layers and experts of the whole model."""
+        self._known(name)
+        mark = f".{self._inner[name]}" if name != BASE else ""
+        found: dict[str, torch.nn.Parameter] = {}
+        for key, parameter in plain_parameters(self.built.chunks):
+            if name == BASE and ".lora_" not in key:
+                if parameter.requires_grad or self._inner:
+                    found[key.replace(".base_layer", "")] = parameter
+            elif name != BASE and (f".lora_A{mark}." in key or f".lora_B{mark}." in key):
+                found[key.replace(mark, "", 1)] = parameter
+        return found
+
+    @computes
+    def state_dict(self, name: str) -> dict[str, torch.Tensor]:
+        self._known(name)
+        return dict(files.exported(self.built, self._inner.get(name)))
+
+    @computes
+    def load_state_dict(self, name: str, state: Mapping[str, torch.Tensor]) -> None:
+        live = self.state_dict(name)
+        check_state(live, state, f"adapter '{name}'" if name else "weights")
+        if name != BASE:
+            _check_shared(name, state)
+        files.loaded(self.built, state, self._inner.get(name))
+        self._changed(self.parameters(name))
+
+    @computes
+    def write(self, name: str, folder: Path) -> None:
+        self._known(name)
+        files.write(self.built, folder, self._inner.get(name), self._configs.get(name))
+
+    def read(self, name: str, folder: Path) -> dict[str, torch.Tensor]:
+        if self._known(name) != BASE:
+            return files.read_tensors(folder, files.ADAPTER_FILE)
+        if not (folder / "config.json").is_file():
+            raise CheckpointNotFound(str(folder), "there is no model in it (config.json is missing)")
+        return files.read_tensors(folder, files.MODEL_FILE)
+
+    def check_compatible(self, name: str, folder: Path) -> None:
+        file = folder / files.ADAPTER_CONFIG
+        if self._known(name) == BASE or not file.is_file():
+            return
+        saved, here = json.loads(file.read_text("utf-8")), self._configs[name]
+        fields = ("r", "lora_alpha", "use_rslora")
+        other = [
+            f"{f} is {saved.get(f)!r} there and {getattr(here, f)!r} here" for f in fields if saved.get(f) != getattr(here, f)
+        ]
+        if other:
+            raise CheckpointMismatch(str(file), f"adapter '{name}' would compute something else: {'; '.join(other)}")
+
+    def describe(self, name: str) -> dict[str, Any]:
+        if self._known(name) == BASE:
+            return {}
+        config = self._configs[name]
+        targets = sorted(part for layer in config.target_modules or () for part in FUSED[layer])
+        return {"method": "LORA", "rank": config.r, "alpha": config.lora_alpha, "targets": ", ".join(targets)}
+
+
+def plain_parameters(chunks: list[Any]) -> Iterator[tuple[str, Any]]:
+    """Parameters with the numbers of layers and experts that they have in the whole model."""
+    first_expert: dict[str, int] = {}
+    for chunk in chunks:
+        layers = {i: layer.layer_number - 1 for i, layer in enumerate(chunk.decoder.layers)}
+        for path, module in chunk.named_modules():
+            if hasattr(module, "num_gemms"):
+                first_expert[path] = parallel_state.get_expert_model_parallel_rank() * module.num_gemms
+        for key, parameter in chunk.named_parameters():
+            path, _, last = key.rpartition(".")
+            kind = last.rstrip("0123456789")
+            if path in first_expert and kind != last:
+                last = f"{kind}{int(last[len(kind) :]) + first_expert[path]}"
+            head, mark, tail = path.partition("decoder.layers.")
+            if mark:
+                number, _, rest = tail.partition(".")
+                path = f"{head}{mark}{layers[int(number)]}.{rest}"
+            yield f"{path}.{last}", parameter
+        first_expert.clear()
+
+
+def _checked(name: str, config: Any, family: str, layout: Layout) -> LoraConfig:
+    """A LoraConfig over Megatron's layers.
+
+    Raises:
+        BadAdapter: another method; a setting that is not honoured; targets that are a part of a layer; a family that can't be
+        written rightly.
+    """
+    if type(config) is not LoraConfig:
+        raise BadAdapter(name, f"{type(config).__name__} is no LoraConfig of peft's, nor the folder of an adapter")
+    if family not in WRITTEN_RIGHTLY:
+        known = ", ".join(sorted(WRITTEN_RIGHTLY))
+        why = f"adapters of the family '{family}' can't be written so that PEFT reads them rightly; of {known} they can"
+        raise BadAdapter(name, f"{why}. Train the whole model, or the adapter with TransformersModel")
+    if layout.etp > 1:
+        raise BadAdapter(name, "LoRA on experts that are split themselves (etp_size > 1) is not there; set etp_size=1")
+    default = LoraConfig()
+    odd = [
+        field
+        for field, value in vars(config).items()
+        if field not in HONOURED | SILENT and hasattr(default, field) and value not in (getattr(default, field), None, {}, [])
+    ]
+    if odd:
+        raise BadAdapter(
+            name, f"{', '.join(f'{f}={getattr(config, f)!r}' for f in odd)} is not honoured on Megatron's layers; leave it out"
+        )
+    return LoraConfig(
+        r=config.r,
+        lora_alpha=config.lora_alpha,
+        lora_dropout=config.lora_dropout,
+        use_rslora=config.use_rslora,
+        target_modules=_targets(name, config.target_modules),
+    )
+
+
+def _targets(name: str, given: Any) -> list[str]:
+    if given in (None, "all-linear"):
+        return list(FUSED)
+    wanted = {given} if isinstance(given, str) else set(given)
+    known = set(FUSED) | {part for parts in FUSED.values() for part in parts}
+    if unknown := sorted(wanted - known):
+        raise BadAdapter(name, f"target '{unknown[0]}' is not known; 'all-linear', or names of {', '.join(sorted(known))}")
+    found = []
+    for layer, parts in FUSED.items():
+        here = wanted & set(parts)
+        if layer in wanted or here == set(parts):
+            found.append(layer)
+        elif here:
+            lacks = ", ".join(sorted(set(parts) - here))
+            raise BadAdapter(
+                name, f"{', '.join(sorted(here))} and {lacks} are one layer in Megatron: target all of them, or none"
+            )
+    return found
+
+
+def _check_shared(name: str, state: Mapping[str, torch.Tensor]) -> None:
+    """Raise BadAdapter where an adapter has another lora_A for each part of a layer that is one here."""
+    groups: dict[tuple[str, tuple[str, ...]], list[torch.Tensor]] = {}
+    for key, tensor in state.items():
+        head, mark, _ = key.partition(".lora_A.")
+        place, _, part = head.rpartition(".")
+        for parts in FUSED.values():
+            if mark and part in parts and len(parts) > 1:
+                groups.setdefault((place, parts), []).append(tensor)
+    for (place, parts), tensors in groups.items():
+        if len(tensors) != len(parts) or any(not torch.equal(tensors[0], t) for t in tensors[1:]):
+            why = f"{place}: {', '.join(parts)} are one layer in Megatron and need one lora_A; this adapter has several"
+            raise BadAdapter(name, f"{why}. Train it with TransformersModel")

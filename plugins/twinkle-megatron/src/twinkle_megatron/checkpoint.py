@@ -1,0 +1,111 @@
+"""The optimizer's shards in a checkpoint: written by all ranks, and read again under this or another layout.
+
+Weights are in plain Hugging Face or PEFT files beside them. Adam's moments are in the shards, in 16 bits the fp32 weights too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.mapping import ShardedBase
+from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
+
+from twinkle_core.errors import CheckpointDamaged, CheckpointMismatch
+from twinkle_core.train.plain import from_plain, to_plain
+from twinkle_megatron.optim import MegatronDistributedOptimizer
+
+#: the folder of the shards, inside of the checkpoint's
+SHARDS = "megatron"
+#: tensors are cut by the model's own axes, so that another layout can read them
+METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+
+
+def _leaves(tree: Any) -> Iterator[Any]:
+    if isinstance(tree, Mapping):
+        for value in tree.values():
+            yield from _leaves(value)
+    elif isinstance(tree, (list, tuple)):
+        for value in tree:
+            yield from _leaves(value)
+    elif isinstance(tree, ShardedBase):
+        yield tree
+
+
+def _model(optimizer: MegatronDistributedOptimizer, inner: str | None) -> dict[str, Any]:
+    """The sharded view of the model that the optimizer's is made after; an adapter's slot is not in its names."""
+    parts = [ddp.module.sharded_state_dict() for ddp in optimizer.ddps]
+    for part in parts if inner is not None else ():
+        for key, tensor in part.items():
+            if key.endswith(f"linear_fc1.lora_B.{inner}.weight"):
+                part[key] = _gate_and_up(tensor)
+    tree = parts[0] if len(parts) == 1 else {f"model{i}": part for i, part in enumerate(parts)}
+    if inner is not None:
+        for leaf in _leaves(tree):
+            leaf.key = leaf.key.replace(f".{inner}.", ".adapter.")
+    return tree
+
+
+def _gate_and_up(tensor: Any) -> Any:
+    """Each tensor rank has a part of the gate and one of the other half. mcore-bridge takes both for one piece in adapters:
+    under another number of ranks the halves would be mixed."""
+    before = range(tensor.prepend_axis_num)
+    offsets = tuple((axis, tensor.global_offset[axis], tensor.global_shape[axis]) for axis in before)
+    return apply_swiglu_sharded_factory(tensor, offsets)
+
+
+def _sharded(optimizer: MegatronDistributedOptimizer, inner: str | None, *, loading: bool) -> dict[str, Any]:
+    state = optimizer.inner.sharded_state_dict(_model(optimizer, inner), is_loading=loading, metadata=dict(METADATA))
+    return {"optimizer": state}
+
+
+def write(optimizer: MegatronDistributedOptimizer, inner: str | None, folder: Path) -> None:
+    """Write the shards. Collective."""
+    optimizer.tell()
+    place = folder / SHARDS
+    if dist.get_rank() == 0:
+        place.mkdir()
+    dist.barrier()
+    dist_checkpointing.save(_sharded(optimizer, inner, loading=False), str(place))
+
+
+def describe(optimizer: MegatronDistributedOptimizer) -> dict[str, Any]:
+    """What is the same on all ranks: hyperparameters by group."""
+    kind = type(optimizer).__name__
+    groups = [
+        {key: to_plain(value, f"'{key}' of optimizer {kind}") for key, value in group.items() if key != "params"}
+        for group in optimizer.param_groups
+    ]
+    return {"class": kind, "groups": groups, "values": {}, "settings": to_plain(dict(optimizer.settings), "its settings")}
+
+
+def prepare(
+    optimizer: MegatronDistributedOptimizer, inner: str | None, data: Mapping[str, Any], folder: Path
+) -> dict[str, Any]:
+    """What ``MegatronDistributedOptimizer.load_state_dict`` takes; nothing is read yet.
+
+    Raises:
+        CheckpointMismatch: other groups, or another kind of optimizer. CheckpointDamaged: there are no shards.
+    """
+    source, place = str(folder / "optimizer.json"), folder / SHARDS
+    if len(data["groups"]) != len(optimizer.param_groups):
+        raise CheckpointMismatch(source, "it holds other groups of parameters")
+    there, here = data["settings"]["optimizer"], optimizer.settings["optimizer"]
+    if there != here:
+        raise CheckpointMismatch(source, f"it holds the state of optimizer='{there}', and optimizer='{here}' is set")
+    if not (place / "metadata.json").is_file():
+        raise CheckpointDamaged(str(place), "the optimizer's shards are not there")
+
+    def read() -> None:
+        found = dist_checkpointing.load(_sharded(optimizer, inner, loading=True), str(place))
+        optimizer.inner.load_state_dict(found["optimizer"])
+        optimizer.tell()
+
+    groups = [
+        {key: from_plain(value, live.get(key)) for key, value in saved.items()}
+        for saved, live in zip(data["groups"], optimizer.param_groups, strict=True)
+    ]
+    return {"groups": groups, "read": read}

@@ -1,0 +1,143 @@
+"""What is refused, and how: before anything is made, with the way out."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from twinkle_core.errors import (
+    BadArgument,
+    BadInputs,
+    BadLayout,
+    BadMesh,
+    NeedsLibrary,
+    NoModel,
+    OnlyOwn,
+    UnknownOption,
+    WrongArgument,
+)
+from twinkle_core.mesh import DeviceMesh
+from twinkle_megatron import model as module
+from twinkle_megatron.cpu import runtime
+from twinkle_megatron.model import MegatronModel
+from twinkle_megatron.testing import built, windows
+
+
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [
+        ({"tp_size": 3}, "tp_size = 3 must divide the model's num_attention_heads = 4; 4 / 3 = 1.333"),
+        ({"tp_size": 4}, "num_query_groups = 2"),
+        ({"pp_size": 3}, "num_layers = 4"),
+        ({"pp_size": 2, "vpp_size": 3}, "pp_size × vpp_size = 6"),
+        ({"vpp_size": 2}, "pp_size is 1"),
+        ({"sequence_parallel": True}, "tp_size is 1"),
+        ({"dp_size": 2, "ep_size": 2}, "this model has none"),
+        ({"fsdp_size": 2}, "no fsdp_size"),
+    ],
+)
+def test_layouts_that_cannot_be_are_refused_with_the_arithmetic(llama, sizes, words):
+    with pytest.raises(BadLayout, match=words):
+        built(llama, sizes)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [
+        ({"dp_size": 3, "ep_size": 3}, "num_moe_experts = 4"),
+        ({"tp_size": 2}, "sequence_parallel=True"),
+        ({"tp_size": 2, "sequence_parallel": True}, "a copy of all experts"),
+    ],
+)
+def test_layouts_of_experts_that_train_wrongly_are_refused(moe, sizes, words):
+    with pytest.raises(BadLayout, match=words):
+        built(moe, sizes)
+
+
+def test_a_mesh_of_more_processes_than_there_are_is_refused(llama):
+    with pytest.raises(BadMesh, match="2 rank"):
+        built(llama, {"dp_size": 2})
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"recompute_granularty": "full"}, WrongArgument, "recompute_granularity"),
+        ({"tensor_model_parallel_size": 2}, BadArgument, "tp_size"),
+        ({"bf16": True}, BadArgument, "mixed_precision"),
+        ({"moe_aux_loss_coeff": 0.1}, BadArgument, "weight"),
+        ({"fp8": "hybrid"}, BadArgument, "GPU"),
+        ({"on_nonfinite": "stop"}, UnknownOption, "raise"),
+    ],
+)
+def test_settings_that_have_no_effect_are_refused(llama, options, error, words):
+    with pytest.raises(error, match=words):
+        built(llama, {}, **options)
+
+
+def test_a_model_needs_a_folder_or_a_config():
+    with pytest.raises(NoModel):
+        MegatronModel()
+
+
+def test_optimizers_and_schedulers_are_megatrons(llama):
+    model = built(llama, {})
+    for other in ("adamw", torch.optim.AdamW):
+        with pytest.raises(OnlyOwn, match=r"set_optimizer\('default'"):
+            model.set_optimizer(other)
+    for own in ("default", "MegatronDistributedOptimizer"):
+        model.set_optimizer(own, lr=1e-3)
+        assert model.sessions[""].optimizer.param_groups[0]["lr"] == 1e-3
+    with pytest.raises(WrongArgument, match="adam_beta1"):
+        model.set_optimizer("default", adam_beta_1=0.5)
+    with pytest.raises(OnlyOwn, match="set_lr_scheduler"):
+        model.set_lr_scheduler("cosine_warmup", num_training_steps=3)
+    model.set_lr_scheduler("OptimizerParamScheduler", lr_decay_steps=4, lr_warmup_steps=2, lr_decay_style="linear")
+    rates = []
+    for rows in windows(5):
+        rates.append(model.sessions[""].optimizer.param_groups[0]["lr"])
+        model.forward_backward(rows)
+        model.clip_grad_and_step()
+    assert rates == pytest.approx([0, 5e-4, 1e-3, 5e-4, 0])
+
+
+def test_ids_beyond_the_vocabulary_are_refused_before_a_table_is_read(llama):
+    model = built(llama, {})
+    with pytest.raises(BadInputs, match="250"):
+        model.forward_only([{"input_ids": [1, 250]}])
+
+
+def test_the_library_that_is_missing_is_named(monkeypatch):
+    monkeypatch.setattr(runtime, "_is_there", lambda library: library != "mcore_bridge")
+    with pytest.raises(NeedsLibrary, match=r"mcore_bridge(.|\n)*pip install 'twinkle-megatron\[mcore\]'"):
+        runtime.Runtime().install()
+
+
+def test_torch_is_what_it_was_outside(llama):
+    """The stand-ins for CUDA hold while Megatron computes, and no longer."""
+    before = (torch.cuda.current_device, torch.cuda.Stream, torch.cuda.device_count())
+    model = built(llama, {})
+    model.forward_only(windows(1)[0])
+    assert (torch.cuda.current_device, torch.cuda.Stream, torch.cuda.device_count()) == before
+    assert torch.zeros(1).type() == "torch.FloatTensor"
+    assert "triton" not in sys.modules
+
+
+def test_importing_the_model_imports_no_megatron():
+    code = "import sys, twinkle_megatron.model as m; assert not any(n.startswith(('megatron', 'mcore')) for n in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_one_line_says_that_there_is_no_gpu():
+    code = "from twinkle_megatron.cpu.runtime import RUNTIME; RUNTIME.install(); RUNTIME.install()"
+    done = subprocess.run([sys.executable, "-c", code], check=True, timeout=200, capture_output=True, text=True)
+    assert (done.stdout + done.stderr).count("runs on the CPU over gloo") == 1
+
+
+def test_the_mesh_says_where_it_computes(llama):
+    with pytest.raises(BadArgument, match="'cpu'"):
+        MegatronModel(llama, device_mesh=DeviceMesh.from_sizes(device_type="cuda"))
+    assert module.PRECISIONS == ("no", "fp16", "bf16")
