@@ -405,7 +405,11 @@ entry(
 entry(e.HoldsAdapter("output/last", "hf://Qwen/Qwen3-4B"))
 entry(e.UnknownOption("mixed_precision", "bf61", "bf16", ["bf16", "fp16", "no", "fp8"]))
 entry(e.ManyProcesses("TransformersModel", 4, 1))
-entry(e.BadLayout("TransformersModel", "4 attention heads can't be shared by tp_size 3 (4 / 3 = 1.333)"))
+entry(
+    e.BadLayout("TransformersModel", "4 attention heads can't be shared by tp_size 3 (4 / 3 = 1.333)"),
+    e.BadLayout.divides("MegatronModel", "tp_size", 3, "num_attention_heads", 32),
+    way="Choose sizes that divide what the model has.",
+)
 entry(e.NoDevice("cuda"))
 entry(
     e.PackingLeaks(
@@ -430,11 +434,6 @@ entry(
     way="Make the adapter with the configuration it was saved with: `add_adapter_to_model(name, folder)` takes it from there.",
 )
 
-entry(
-    e.BadLayout.divides("tp_size", 3, "num_attention_heads", 32),
-    e.BadLayout("ep_size = 2 lays out experts, and this model has none; leave ep_size at 1"),
-    way="Choose sizes that divide what the model has.",
-)
 entry(
     e.LoadedTooEarly("megatron.core", "twinkle_megatron's stand-ins for CUDA"),
     way="Make the model before anything imports that library, or import it nowhere yourself.",

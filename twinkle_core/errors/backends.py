@@ -104,6 +104,10 @@ class BadLayout(TwinkleError, ValueError):
     def __init__(self, owner: str, why: str) -> None:
         super().__init__(f"{owner} can't be laid over this device mesh: {why}")
 
+    @classmethod
+    def divides(cls, owner: str, size: str, value: int, of: str, total: int) -> BadLayout:
+        return cls(owner, f"{size} = {value} must divide the model's {of} = {total}; {total} / {value} = {total / value:.4g}")
+
 
 class NoDevice(TwinkleError, ValueError):
     """A device that isn't there."""
@@ -179,14 +183,6 @@ class LoadedTooEarly(TwinkleError, RuntimeError):
 
     def __init__(self, library: str, first: str) -> None:
         super().__init__(f"'{library}' was imported before {first}; make the model first, or import twinkle's plugin before it")
-
-
-class BadLayout(TwinkleError, ValueError):
-    """A mesh that this model can't be laid over; the text shows the arithmetic."""
-
-    @classmethod
-    def divides(cls, size: str, value: int, of: str, total: int) -> BadLayout:
-        return cls(f"{size} = {value} must divide the model's {of} = {total}; {total} / {value} = {total / value:.4g}.")
 
 
 class OnlyOwn(TwinkleError, ValueError):

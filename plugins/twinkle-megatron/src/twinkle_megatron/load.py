@@ -174,7 +174,7 @@ def build(
     try:
         config = ModelConfig(**values)
     except (AssertionError, ValueError, TypeError) as error:
-        raise BadLayout(f"Megatron refuses these settings: {error}") from error
+        raise BadLayout("MegatronModel", f"Megatron refuses these settings: {error}") from error
     chunks = get_mcore_model(config)
     if any(getattr(type(c), "_forward_output_layer", None) is not GPTModel._forward_output_layer for c in chunks):
         why = "its logits are not its output layer's alone"

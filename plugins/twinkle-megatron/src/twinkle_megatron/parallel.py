@@ -16,6 +16,8 @@ from twinkle_core import settings
 from twinkle_core.errors import BadLayout, BadMesh, ManyLayouts
 from twinkle_core.mesh import DeviceMesh
 
+OWNER = "MegatronModel"
+
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
@@ -40,12 +42,16 @@ class Layout:
         sizes = mesh.sizes
         if sizes["fsdp"] > 1 or mesh.ulysses_size > 1:
             raise BadLayout(
-                "MegatronModel has no fsdp_size and no ulysses_size; use dp_size (its optimizer is sharded) and cp_size"
+                OWNER, "it has no fsdp_size and no ulysses_size; use dp_size (its optimizer is sharded) and cp_size"
             )
         if mesh.vpp_size > 1 and sizes["pp"] == 1:
-            raise BadLayout(f"vpp_size = {mesh.vpp_size} cuts the layers of pipeline stages, and pp_size is 1; set pp_size too")
+            raise BadLayout(
+                OWNER, f"vpp_size = {mesh.vpp_size} cuts the layers of pipeline stages, and pp_size is 1; set pp_size too"
+            )
         if mesh.sequence_parallel and sizes["tp"] == 1:
-            raise BadLayout("sequence_parallel splits the sequence over the tensor ranks, and tp_size is 1; set tp_size too")
+            raise BadLayout(
+                OWNER, "sequence_parallel splits the sequence over the tensor ranks, and tp_size is 1; set tp_size too"
+            )
         return cls(
             tp=sizes["tp"],
             pp=sizes["pp"],
@@ -81,18 +87,19 @@ class Layout:
         for name, size, field in rules:
             total = shape.get(field)
             if total and total % size:
-                raise BadLayout.divides(name, size, field, total)
+                raise BadLayout.divides(OWNER, name, size, field, total)
         if not shape.get("num_moe_experts"):
             if self.ep > 1:
-                raise BadLayout(f"ep_size = {self.ep} lays out experts, and this model has none; leave ep_size at 1")
+                raise BadLayout(OWNER, f"ep_size = {self.ep} lays out experts, and this model has none; leave ep_size at 1")
         elif self.tp > 1 and not self.sp:
             raise BadLayout(
-                f"experts under tp_size = {self.tp} need the sequence split too: DeviceMesh(…, sequence_parallel=True)"
+                OWNER, f"experts under tp_size = {self.tp} need the sequence split too: DeviceMesh(…, sequence_parallel=True)"
             )
         elif self.ep == 1 and self.etp != self.tp:
             why = "tensor ranks would each train a copy of all experts, on their part of the sequence"
             raise BadLayout(
-                f"tp_size = {self.tp} with ep_size = 1 and etp_size = {self.etp}: {why}; set ep_size, or etp_size={self.tp}"
+                OWNER,
+                f"tp_size = {self.tp} with ep_size = 1 and etp_size = {self.etp}: {why}; set ep_size, or etp_size={self.tp}",
             )
 
 
