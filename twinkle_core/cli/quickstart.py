@@ -36,7 +36,7 @@ class Recipe:
 
 #: A real model needs a nudge; the toy begins with random weights and has all to learn.
 REAL = Recipe(lr=1.5e-3, rank=8, batch_size=4, steps=None)
-TOY = Recipe(lr=5e-3, rank=64, batch_size=8, steps=240)
+TOY = Recipe(lr=1.5e-3, rank=64, batch_size=8, steps=240)
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
