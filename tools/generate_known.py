@@ -18,7 +18,7 @@ PLANNED = {
     ("model", "multi_lora_megatron"): ("MultiLoraMegatronModel", "twinkle-multilora"),
     ("runtime", "ray"): ("RayRuntime", "twinkle-ray"),
 }
-PLANNED_SINCE = "0.1.0"
+PLANNED_SINCE = "0.2.0"
 HEADER = '''"""Which distribution provides which first-party name (L0). Generated: python tools/generate_known.py
 
 So a name whose distribution is not installed is answered with what to install.

@@ -454,7 +454,7 @@ def test_accumulation_and_micro_batches_are_one_batch(config, twinkle, tmp_path)
         ({"dataset": {"id": BUNDLED, "split": "train[:1]"}}, "slice: 100"),
         ({"eval_dataset": [{"id": BUNDLED, "subset": "zh"}]}, "has no subset 'zh'"),
         ({"adapter": {"path": "/nowhere/adapter"}}, "there is no folder /nowhere/adapter"),
-        ({"model": {"id": "quickstart", "cls": "megatron"}}, "pip install twinkle-megatron"),
+        ({"model": {"id": "quickstart", "cls": "multi_lora_megatron"}}, "pip install -U twinkle-multilora"),
     ],
 )
 def test_faults_are_told_with_their_line_before_anything_is_written(config, twinkle, tmp_path, sections, told):

@@ -51,7 +51,7 @@ def test_an_import_that_fails_shows_the_whole_text(installed):
     registry.refresh()
     with pytest.raises(ImportError, match="The fault is in bad or what it needs"):
         from twinkle.loss import BadLoss  # noqa: F401
-    with pytest.raises(ImportError, match="pip install twinkle-multilora"):
+    with pytest.raises(ImportError, match="pip install -U twinkle-multilora"):
         from twinkle.model import MultiLoraMegatronModel  # noqa: F401
     with pytest.raises(ImportError, match=r"unknown loss 'CrosEntropyLoss'. Did you mean 'CrossEntropyLoss'\?") as caught:
         from twinkle.loss import CrosEntropyLoss  # noqa: F401

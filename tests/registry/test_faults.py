@@ -130,4 +130,4 @@ def test_B53_importing_the_core_needs_no_heavy_package(site):
         f"SHOWN model 'demo' from demo-engine 0.1 needs 'transformers', which is not installed in {sys.prefix}" in done.stdout
     )
     assert "    pip install transformers\n" in done.stdout
-    assert "    pip install twinkle-multilora\n" in done.stdout
+    assert "    pip install -U twinkle-multilora\n" in done.stdout

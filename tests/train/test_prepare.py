@@ -247,7 +247,7 @@ def test_ids_and_labels_of_few_bytes_train_as_whole_ones(dtype):
 def test_rows_of_two_kinds_and_labels_of_text_are_told():
     model = session_model(TinyLM())
     conversation = {"messages": [{"role": "user", "content": "hello"}]}
-    with pytest.raises(BadInputs, match=r"row 1 is a conversation \('messages'\), row 0 is not"):
+    with pytest.raises(BadInputs, match=r"row 1 is a conversation or a text, row 0 is not"):
         model.forward_backward([random_rows([3])[0], conversation])
     with pytest.raises(BadInputs, match=r"'labels' are no numbers but list \(the first is 'a'\)"):
         model.forward_backward([{"input_ids": [1, 2], "labels": ["a", "b"]}])

@@ -182,8 +182,7 @@ def _gather_state(model: Sessions, session: Session, parts: Parts) -> None:
 def write(model: Sessions, session: Session, folder: Path, parts: Parts, consumed: int, *, first: bool = True) -> None:
     """Write a checkpoint's files into an empty folder.
 
-    Args:
-        first: whether this rank writes what ranks do not hold apart. The others are here where the engine is ``collective``.
+    ``first``: whether this rank writes what ranks do not hold apart. The others are here where the engine is ``collective``.
     """
     model.adapters.write(session.name, folder)
     weights = fingerprint(model.adapters, session.name)

@@ -122,12 +122,7 @@ class TransformersModel(SessionModel):
         )
         module.train()  # at rest; only ``forward_only`` and ``generate`` leave it, and come back
         load.warn_slow_precision(precision, device)
-        facts = {
-            "model_id": str(model_id) if model_id is not None else "none (random weights)",
-            "mixed_precision": mixed_precision,
-            "strategy": f"{strategy} ({layout.describe()})",
-            "gradient_checkpointing": bool(gradient_checkpointing),
-        }
+        facts = _facts(model_id, mixed_precision, f"{strategy} ({layout.describe()})", gradient_checkpointing)
         engine = self.engine_cls(
             module,
             precision=precision,
@@ -152,6 +147,16 @@ class TransformersModel(SessionModel):
     def module(self) -> Any:
         """The transformers model itself, peft's layers inside; in training mode at rest (call ``eval()`` to use it by hand)."""
         return self.adapters.module
+
+
+def _facts(model_id: str | Path | None, mixed: str, strategy: str, checkpointing: bool | None) -> dict[str, Any]:
+    """What ``get_train_configs`` tells of how a model was made."""
+    return {
+        "model_id": str(model_id) if model_id is not None else "none (random weights)",
+        "mixed_precision": mixed,
+        "strategy": strategy,
+        "gradient_checkpointing": bool(checkpointing),
+    }
 
 
 def _writer(template: Any) -> Any:
