@@ -54,8 +54,8 @@ class Engine(ABC):
     grad_divisor: int = 1
     #: coefficient of a router's auxiliary loss; what is added is coefficient x ModelOutput.aux_loss x weight of the loss
     aux_loss_coef: float = 0.0
-    #: whether ranks hold parts of the weights: then all of them together read and write them (the store's ``state_dict``,
-    #: ``load_state_dict`` and ``write`` are collective), and the first one alone the rest of a checkpoint
+    #: whether all ranks together read and write weights, since each holds a part of them (the store's ``state_dict``,
+    #: ``load_state_dict`` and ``write`` are collective then), and the first one alone the rest of a checkpoint
     collective: bool = False
 
     @abstractmethod
