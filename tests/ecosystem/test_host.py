@@ -126,7 +126,8 @@ except ImportError as error:
 def test_B53_the_backend_says_what_to_install_for_it(run):
     """Where the libraries of a backend that is installed are absent, asking for it names one and the command."""
     told, _ = run("-c", LIGHT)
-    library = re.search(r"model 'transformers' from twinkle-transformers [\d.]+ needs '(\w+)[\w.]*', which is not installed", told)
+    words = r"model 'transformers' from twinkle-transformers [\d.]+ needs '(\w+)[\w.]*', which is not installed"
+    library = re.search(words, told)
     assert library is not None, told
     assert library[1] in ("transformers", "peft", "accelerate")
     assert f"    pip install {library[1]}" in told
