@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from abc import abstractmethod
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
@@ -100,11 +101,13 @@ class PatchUse(Suite):
             "the object, not on the class or in the module"
         )
 
+    @abstractmethod
     def _photo(self, model: Any) -> dict[str, Any]:
-        raise NotImplementedError
+        """What can be seen of a model."""
 
+    @abstractmethod
     def _differences(self, before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-        raise NotImplementedError
+        """What two of them differ by, in words."""
 
 
 def listed(sentences: list[str]) -> str:
