@@ -42,7 +42,7 @@ def test_the_printed_program_gives_the_very_weights(twinkle, tmp_path, steps):
     """A bundled set of 96 rows in batches of 8 has 12 steps an epoch."""
     name = 'It\'s "Ada"'
     status, text = twinkle("quickstart", "--model", "toy", "--steps", steps, "--output", tmp_path / "q", "--name", name)
-    assert status == 1 and "It has NOT learnt" in text
+    assert status == ("It has NOT learnt" in text)  # which of both after so few steps is rounding's choice
     made = _adapter(tmp_path / "q")
     (tmp_path / "q/adapter/adapter_model.safetensors").unlink()
     source = _program(text)
@@ -56,7 +56,7 @@ def test_the_printed_program_gives_the_very_weights(twinkle, tmp_path, steps):
 
 def test_what_it_leaves_and_shows(twinkle, tmp_path, lines):
     status, text = twinkle("quickstart", "--model", "toy", "--steps", 2, "--output", tmp_path / "q", "--rank", 2)
-    assert status == 1
+    assert status == 1 and "It has NOT learnt" in text
     assert text.count(WHO) == 2 and "你是谁？" in text and "What is the capital of France?" in text
     assert re.search(r"\d+ seconds in all", text)
     assert {"adapter", "metrics.jsonl", "loss.png"} == {path.name for path in (tmp_path / "q").iterdir()}
