@@ -202,6 +202,21 @@ def test_map_drops_counts_and_logs_once(caplog):
     assert [r.getMessage() for r in caplog.records] == ["even dropped 3 of 6 rows"]
 
 
+@pytest.mark.parametrize("count", [0, -1, True, "2", 1.5])
+def test_a_number_of_processes_that_is_none(count):
+    dataset = Dataset([{"i": 1}])
+    with pytest.raises(DataError, match=r"num_proc=.*at least 1, or None"):
+        dataset.map(lambda row: row, num_proc=count)
+    assert list(dataset) == [{"i": 1}]
+
+
+@pytest.mark.parametrize("kind", [Dataset, IterableDataset])
+def test_interleave_is_true_or_false(kind):
+    """A text that says "false" would count as true."""
+    with pytest.raises(DataError, match="interleave='false': True or False"):
+        kind([{"i": 1}]).mix_dataset("false")
+
+
 def test_map_and_encode_in_processes_give_the_same():
     rows = [{"query": f"hi {i}", "response": "I am {{NAME}}"} for i in range(20)]
     made = []

@@ -6,6 +6,7 @@ import copy
 import logging
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -713,6 +714,20 @@ def test_loss_arguments_are_checked_before_anything_runs():
         model.forward_backward(M1)
     assert model.engine.calls == []
     model.forward_backward(M1, factor=2.0)
+
+
+@pytest.mark.parametrize("form", [torch.tensor, np.array, list, lambda x: [torch.tensor([1.0, v]) for v in x]])
+def test_loss_arguments_that_are_no_numbers(form):
+    """A NaN would reach every weight that the loss reaches."""
+    model, _ = two_words()
+
+    def scaled(inputs, outputs, *, weights):
+        return outputs.logits.sum() * weights[0]
+
+    model.set_loss(scaled)
+    with pytest.raises(BadArgument, match="weights=nan: it must be numbers, and entry 2 is none"):
+        model.forward_backward([row([0]), row([1]), row([1])], weights=form([1.0, 2.0, math.nan]))
+    assert model.engine.calls == []
 
 
 def test_loss_arguments_of_the_rows_length_are_cut_with_the_rows():

@@ -66,6 +66,7 @@ class Dataset:
         Args:
             interleave: spread the rows of each part evenly over the whole; False: one part after the other.
         """
+        store.check_flag("interleave", interleave)
         sizes = [len(part) for part in self._parts]
         table = store.join(self._parts)
         if interleave and len(sizes) > 1:

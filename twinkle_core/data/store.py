@@ -86,6 +86,12 @@ def unpack(cells: Mapping[str, Any]) -> Row:
     return row
 
 
+def check_flag(name: str, value: Any) -> None:
+    """Raise DataError unless it is True or False: a text that says "false" would count as true."""
+    if not isinstance(value, bool):
+        raise DataError.argument(name, value, "True or False")
+
+
 def map_rows(
     table: datasets.Dataset,
     function: Callable[[Row, int], Sequence[Mapping[str, Any]]],
@@ -104,6 +110,8 @@ def map_rows(
     Returns:
         The new table, and how many rows gave none.
     """
+    if num_proc is not None and (isinstance(num_proc, bool) or not isinstance(num_proc, int) or num_proc < 1):
+        raise DataError.argument("num_proc", num_proc, "a whole number of at least 1, or None for this process")
     total = len(table)
     if total == 0:
         return from_rows(()), 0

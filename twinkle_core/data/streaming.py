@@ -9,7 +9,7 @@ from typing import Any
 
 from twinkle_core import registry
 from twinkle_core.contracts.template import Template
-from twinkle_core.data import sources
+from twinkle_core.data import sources, store
 from twinkle_core.data.dataset import Row, Work, encoded_row, filtering, mapping
 from twinkle_core.data.sources import DatasetMeta
 from twinkle_core.errors import DataError
@@ -47,6 +47,7 @@ class IterableDataset:
 
     def mix_dataset(self, interleave: bool = True) -> None:
         """Take a row of each stream in turn while it lasts; False: one stream after the other."""
+        store.check_flag("interleave", interleave)
         self._interleave = interleave
 
     def set_template(self, template_cls: Template | type[Template] | str, **kwargs: Any) -> None:

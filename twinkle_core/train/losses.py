@@ -14,6 +14,7 @@ from twinkle_core.contracts.engine import Batch
 from twinkle_core.contracts.loss import Loss
 from twinkle_core.contracts.metric import Metric
 from twinkle_core.errors import (
+    BadArgument,
     BadLossResult,
     BadNeeds,
     LabelsMissing,
@@ -105,13 +106,30 @@ def _target(loss: Loss) -> Callable[..., Any]:
 
 
 def check_args(loss: Loss, loss_args: Mapping[str, Any]) -> None:
-    """Raise WrongArgument, ReservedArgument or MissingArgument before anything runs."""
+    """Raise WrongArgument, ReservedArgument or MissingArgument before anything runs; BadArgument for what is not a number."""
     if loss.collective and "ranks" in loss_args:
         raise ReservedArgument(name_of(loss), "ranks")
     arguments.check(_target(loss), loss_args, name_of(loss), positional=2, complete=True)
     missing = sorted(name for name in loss.required_args if loss_args.get(name) is None)
     if missing:
         raise MissingArgument(name_of(loss), missing)
+    for name, value in loss_args.items():
+        if (at := _not_a_number(value)) is not None:
+            raise BadArgument(name, math.nan, f"numbers, and entry {at} is none")
+
+
+def _not_a_number(value: Any) -> int | None:
+    """The first entry that holds a NaN, of a tensor, array or list in the host's memory: to ask a device would stop it."""
+    if isinstance(value, (list, tuple)):
+        return next((k for k, entry in enumerate(value) if _not_a_number(entry) is not None), None)
+    if isinstance(value, float):
+        return 0 if math.isnan(value) else None
+    if getattr(getattr(value, "dtype", None), "kind", "f") != "f" or not hasattr(value, "dtype"):  # an array of something else
+        return None
+    found = torch.as_tensor(value)
+    if found.device.type != "cpu" or not found.is_floating_point() or not found.isnan().any():
+        return None
+    return int(found.isnan().nonzero()[0, 0]) if found.dim() else 0
 
 
 def check_needs(owner: str, needs: Any, known: frozenset[str]) -> None:
