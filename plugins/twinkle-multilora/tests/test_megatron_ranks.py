@@ -18,7 +18,7 @@ OF_FOUR = [{"dp_size": 2, "tp_size": 2, "sequence_parallel": True}]
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory):
-    return str(write_tiny(tmp_path_factory.mktemp("llama")))
+    return str(write_tiny(tmp_path_factory.mktemp("llama"), num_hidden_layers=2))
 
 
 def assert_apart(ranks, layouts):
@@ -41,9 +41,15 @@ def assert_apart(ranks, layouts):
 )
 def test_five_tenants_in_turns_are_each_alone(tmp_path, family, world_size, layouts):
     """One of them comes when the others have trained already."""
-    folder = write_tiny(tmp_path / "model", family)
+    folder = write_tiny(tmp_path / "model", family, num_hidden_layers=2)
     ranks = run(InTurns, "apart", world_size, {"folder": str(folder), "layouts": layouts}, timeout=500)
     assert_apart(ranks, layouts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [{"dp_size": 2}, {"tp_size": 2, "sequence_parallel": True}], ids=["data", "tensor"])
+def test_a_failure_is_nobody_elses_on_any_rank(llama, sizes):
+    assert run(InTurns, "failures", 2, {"folder": llama, "sizes": sizes}, timeout=300) == [[], []]
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ import torch
 from peft import LoraConfig
 
 from twinkle_core.data.sampler import share
+from twinkle_core.errors import NonFiniteGradients
 from twinkle_core.mesh import DeviceMesh
 from twinkle_multilora.megatron import MultiLoraMegatronModel
 
@@ -200,3 +201,31 @@ class InTurns:
             model.save(name, home, adapter_name=name)
             found[name] = model.forward_only(rows_of(name, 0), adapter_name=name).logits
         return found
+
+    def failures(self, rank: int, world_size: int, folder: str, sizes: dict[str, Any]) -> list[str]:
+        """Of what befalls one tenant, what another one feels: the faults after which its numbers are other ones."""
+
+        def nan(inputs: Any, outputs: Any) -> Any:
+            return outputs.logits.sum() * float("nan")
+
+        def raises(inputs: Any, outputs: Any) -> Any:
+            raise ZeroDivisionError
+
+        felt = []
+        model, plain = built(folder, sizes), built(folder, sizes)
+        for name in ("ada", "bob", "eve"):
+            join(model, name)
+        for name in ("ada", "eve"):
+            join(plain, name)
+        for step, fault in enumerate((nan, raises, nan, raises)):
+            numbers = [turn(one, "ada", step) for one in (model, plain)]
+            model.set_loss(fault, adapter_name="bob")
+            try:
+                turn(model, "bob", 0)
+            except (NonFiniteGradients, ZeroDivisionError):
+                numbers += [turn(one, "eve", step) for one in (model, plain)]
+            else:
+                felt.append(f"{fault.__name__} was not told")
+            if numbers[0::2] != numbers[1::2] or any(not same(state(model, n), state(plain, n)) for n in ("ada", "eve")):
+                felt.append(fault.__name__)
+        return felt
