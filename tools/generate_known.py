@@ -15,7 +15,6 @@ ROOT = Path(__file__).resolve().parents[1]
 TARGET = ROOT / "twinkle_core" / "known.py"
 #: Named here until their distribution lies in plugins/: (kind, name) -> (class, distribution).
 PLANNED = {
-    ("model", "multi_lora_megatron"): ("MultiLoraMegatronModel", "twinkle-multilora"),
     ("runtime", "ray"): ("RayRuntime", "twinkle-ray"),
 }
 PLANNED_SINCE = "0.2.0"

@@ -42,7 +42,7 @@ KNOWN = {
     ("metric", "throughput"): ("ThroughputMetric", "twinkle-core", "0.1.0"),
     ("metric", "train"): ("TrainMetric", "twinkle-core", "0.1.0"),
     ("model", "megatron"): ("MegatronModel", "twinkle-megatron", "0.1.0"),
-    ("model", "multi_lora_megatron"): ("MultiLoraMegatronModel", "twinkle-multilora", "0.2.0"),
+    ("model", "multi_lora_megatron"): ("MultiLoraMegatronModel", "twinkle-multilora", "0.1.0"),
     ("model", "multi_lora_transformers"): ("MultiLoraTransformersModel", "twinkle-multilora", "0.1.0"),
     ("model", "transformers"): ("TransformersModel", "twinkle-transformers", "0.1.0"),
     ("optimizer", "adadelta"): ("Adadelta", "twinkle-core", "0.1.0"),

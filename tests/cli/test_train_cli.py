@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from twinkle_core import errors, hookimpl, plugins
 from twinkle_core.cli import checkpoints
 from twinkle_core.cli.main import main
+from twinkle_core.known import KNOWN
 from twinkle_core.templates.chat import ChatTemplate
 
 BUNDLED = "bundled://self-cognition"
@@ -454,10 +455,11 @@ def test_accumulation_and_micro_batches_are_one_batch(config, twinkle, tmp_path)
         ({"dataset": {"id": BUNDLED, "split": "train[:1]"}}, "slice: 100"),
         ({"eval_dataset": [{"id": BUNDLED, "subset": "zh"}]}, "has no subset 'zh'"),
         ({"adapter": {"path": "/nowhere/adapter"}}, "there is no folder /nowhere/adapter"),
-        ({"model": {"id": "quickstart", "cls": "multi_lora_megatron"}}, "pip install -U twinkle-multilora"),
+        ({"model": {"id": "quickstart", "cls": "later"}}, "pip install -U twinkle-multilora"),
     ],
 )
-def test_faults_are_told_with_their_line_before_anything_is_written(config, twinkle, tmp_path, sections, told):
+def test_faults_are_told_with_their_line_before_anything_is_written(config, twinkle, tmp_path, sections, told, monkeypatch):
+    monkeypatch.setitem(KNOWN, ("model", "later"), ("LaterModel", "twinkle-multilora", "99.0"))
     path = config(**sections)
     status, text = twinkle("train", path)
     assert status == 1

@@ -9,6 +9,7 @@ import pytest
 
 import twinkle
 from twinkle_core import errors, registry
+from twinkle_core.known import KNOWN
 from twinkle_core.lazy import attach
 from twinkle_core.names import PLURAL
 
@@ -44,7 +45,8 @@ def test_third_party_classes_appear(installed):
     assert ShinyLoss is sys.modules["acme_shiny"].ShinyLoss
 
 
-def test_an_import_that_fails_shows_the_whole_text(installed):
+def test_an_import_that_fails_shows_the_whole_text(installed, monkeypatch):
+    monkeypatch.setitem(KNOWN, ("model", "later"), ("LaterModel", "twinkle-multilora", "99.0"))
     installed.add(
         "bad", "0.3", entry_points={"losses": {"bad": "bad_one:BadLoss"}}, modules={"bad_one.py": "import does_not_exist"}
     )
@@ -52,7 +54,7 @@ def test_an_import_that_fails_shows_the_whole_text(installed):
     with pytest.raises(ImportError, match="The fault is in bad or what it needs"):
         from twinkle.loss import BadLoss  # noqa: F401
     with pytest.raises(ImportError, match="pip install -U twinkle-multilora"):
-        from twinkle.model import MultiLoraMegatronModel  # noqa: F401
+        from twinkle.model import LaterModel  # noqa: F401
     with pytest.raises(ImportError, match=r"unknown loss 'CrosEntropyLoss'. Did you mean 'CrossEntropyLoss'\?") as caught:
         from twinkle.loss import CrosEntropyLoss  # noqa: F401
     assert type(caught.value) is errors.UnknownClass

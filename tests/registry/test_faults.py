@@ -95,6 +95,8 @@ for name in ("transformers", "accelerate", "peft", "ray", "megatron", "vllm", "d
     sys.modules[name] = None
 sys.path.insert(0, {site!r})
 import twinkle, twinkle_core
+from twinkle_core.known import KNOWN
+KNOWN["model", "later"] = ("LaterModel", "twinkle-multilora", "99.0")
 from twinkle_core import registry
 from twinkle_core.cli.main import main
 assert main(["plugins"]) == 0
@@ -106,7 +108,7 @@ try:
 except ImportError as error:
     print("SHOWN", error)
 try:
-    from twinkle.model import MultiLoraMegatronModel
+    from twinkle.model import LaterModel
 except ImportError as error:
     print("SHOWN", error)
 """

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from twinkle_core.contracts.engine import Batch
-from twinkle_core.errors import BadInputs, EmptyBatch
+from twinkle_core.errors import BadInputs, BadRow, EmptyBatch
 from twinkle_core.train import micro
 from twinkle_core.types import IGNORE_INDEX, InputFeature
 
@@ -46,6 +46,24 @@ def as_rows(inputs: Any) -> Rows:
 def count_rows(rows: Rows) -> int:
     """How many rows there are."""
     return micro.row_count(rows) if isinstance(rows, Mapping) else len(rows)
+
+
+def check_length(rows: Rows, longest: int | None) -> None:
+    """Raise BadRow if a row has more than ``longest`` tokens, padding not counted. Of a batch that is collated already, by its
+    mask, or by the lengths that it was packed of."""
+    if longest is None:
+        return
+    if isinstance(rows, Mapping):
+        ids, mask = rows.get("input_ids"), rows.get("attention_mask")
+        if isinstance(mask, torch.Tensor) and mask.dim() == 2:
+            lengths = mask.sum(1).tolist()
+        else:
+            lengths = list(rows.get("seq_lens") or ([] if ids is None else [len(row) for row in ids]))
+    else:
+        lengths = [len(row.get("input_ids", ())) for row in rows]
+    for number, length in enumerate(lengths):
+        if length > longest:
+            raise BadRow.field(number, "input_ids", f"has {length} tokens; this model takes at most {longest} (max_length)")
 
 
 def to_device(batch: Mapping[str, Any], device: Any) -> InputFeature:

@@ -17,18 +17,19 @@ from importlib import import_module
 
 class Hidden:
     def find_spec(self, name, path=None, target=None):
-        if name == "twinkle_transformers":
+        if name in ("twinkle_transformers", "twinkle_megatron"):
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 sys.meta_path.insert(0, Hidden())
-for name in ("pool", "options", "layers", "manager", "backend"):
+for name in ("pool", "options", "layers", "manager", "backend", "many"):
     import_module(f"twinkle_multilora.{name}")
 from twinkle_core import registry
 from twinkle_core.errors import NeedsLibrary
 
-for ask in (lambda: registry.resolve("model", "multi_lora_transformers"), lambda: import_module("twinkle_multilora.model")):
+for name, module in (("multi_lora_transformers", "model"), ("multi_lora_megatron", "megatron")):
+  for ask in (registry.resolve, lambda kind, name: import_module(f"twinkle_multilora.{module}")):
     try:
-        ask()
+        ask("model", name)
     except NeedsLibrary as error:
         print(str(error).replace(sys.prefix, "PREFIX"))
 """
@@ -37,11 +38,11 @@ for ask in (lambda: registry.resolve("model", "multi_lora_transformers"), lambda
 def test_what_to_install_is_told():
     done = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    text = (
-        "SlotAdapters needs 'twinkle_transformers', which is not installed in PREFIX\n"
-        "    pip install 'twinkle-multilora[transformers]'\n"
-    )
-    assert done.stdout == 2 * text
+    texts = [
+        f"{what} needs 'twinkle_{backend}', which is not installed in PREFIX\n    pip install 'twinkle-multilora[{backend}]'\n"
+        for what, backend in (("SlotAdapters", "transformers"), ("MultiLoraMegatronModel", "megatron"))
+    ]
+    assert done.stdout == 2 * texts[0] + 2 * texts[1]
 
 
 def test_a_backend_that_is_broken_is_not_missing(monkeypatch, tmp_path):

@@ -50,10 +50,17 @@ class MegatronAdapters(AdapterStore):
 
     Args:
         built: the chunks. ``layout``: of the ranks. ``changed``: told the parameters whose values were set from outside.
+        gone: told the parameters of an adapter that was released.
     """
 
-    def __init__(self, built: Built, layout: Layout, changed: Callable[[Mapping[str, Any]], None]) -> None:
-        self.built, self.layout, self._changed = built, layout, changed
+    def __init__(
+        self,
+        built: Built,
+        layout: Layout,
+        changed: Callable[[Mapping[str, Any]], None],
+        gone: Callable[[Mapping[str, Any]], None],
+    ) -> None:
+        self.built, self.layout, self._changed, self._gone = built, layout, changed, gone
         self._trees: list[Any] = []
         self._inner: dict[str, str] = {}
         self._configs: dict[str, LoraConfig] = {}
@@ -72,64 +79,113 @@ class MegatronAdapters(AdapterStore):
 
     @computes
     def acquire(self, name: str, config: Any) -> str:
-        if name in self._inner:
-            raise DuplicateAdapter(name)
+        self.check_new(name)
         folder = Path(hub.resolve(str(config))) if isinstance(config, (str, Path)) else None
         state = None
         if folder is not None:
             config, state = files.adapter_config(name, folder), files.read_tensors(folder, files.ADAPTER_FILE)
             _check_shared(name, state)
-        ready = _checked(name, config, str(self.built.hf_config.model_type), self.layout)
-        inner = f"a{self._made}"
-        self._made += 1
-        seed = common_seed()
-        with torch.random.fork_rng():  # peft starts with numbers of its own
-            self._inject(inner, ready)
-        self._inner[name], self._configs[name] = inner, ready
-        self._start(name, seed)
-        if state is not None:
-            try:
+        ready = checked(name, config, str(self.built.hf_config.model_type), self.layout)
+        self.check_room(name, ready)
+        inner, seed = self.next_place(), common_seed()
+        try:
+            self.inject(inner, ready)
+            self._inner[name], self._configs[name] = inner, ready
+            self.start(name, seed)
+            if state is not None:
                 self.load_state_dict(name, state)
-            except BaseException:
-                self.release(name)
-                raise
+        except BaseException:
+            self.eject(inner)
+            self._inner.pop(name, None)
+            self._configs.pop(name, None)
+            raise
         return name
 
-    def _inject(self, inner: str, config: LoraConfig) -> None:
+    def check_new(self, name: str) -> None:
+        """Whether an adapter of this name may come.
+
+        Raises:
+            DuplicateAdapter
+        """
+        if name in self._inner:
+            raise DuplicateAdapter(name)
+
+    def check_room(self, name: str, config: LoraConfig) -> None:
+        """Whether there is room for an adapter of this config. Default: as long as there is memory."""
+
+    def next_place(self) -> str:
+        """What the next adapter is called in the trees."""
+        self._made += 1
+        return f"a{self._made - 1}"
+
+    @computes
+    def inject(self, inner: str, config: LoraConfig) -> None:
+        """Put an adapter into the trees; its numbers are of no account yet, and torch's random state is not moved."""
         flags = [p.requires_grad for p in self._base]
-        if not self._trees:
-            self._trees = [PeftModel(chunk, config, adapter_name=inner) for chunk in self.built.chunks]
-        else:
-            for tree in self._trees:
-                tree.add_adapter(inner, config)
+        with torch.random.fork_rng():  # peft starts with numbers of its own
+            if not self._trees:
+                self._trees = [PeftModel(chunk, config, adapter_name=inner) for chunk in self.built.chunks]
+            else:
+                for tree in self._trees:
+                    tree.add_adapter(inner, config)
         mark_experts(self.built.chunks)
         for layer in self._layers():
+            if inner in layer.lora_A:  # a first adapter's settings don't all reach mcore-bridge through newer versions of peft
+                layer.scaling[inner] = config.lora_alpha / (math.sqrt(config.r) if config.use_rslora else config.r)
+                layer.lora_dropout[inner] = torch.nn.Dropout(config.lora_dropout)
             layer.train(self.built.chunks[0].training)
         for p, flag in zip(self._base, flags, strict=True):
             p.requires_grad_(flag)
 
+    def eject(self, inner: str) -> None:
+        """Take an adapter out of the trees, also one that is there in part; without any, they are as they were."""
+        beside = self._beside()
+        held = {key for _, _, layer in beside for key in layer.lora_A} - {inner}
+        for parent, key, layer in beside:
+            if held:
+                layer._active_adapter = [min(held)]
+                layer.delete_adapter(inner)
+                continue
+            layer.base_layer.return_layernorm_output = False  # the adapter asked it for its norm's output too
+            setattr(parent, key, layer.base_layer)
+        for tree in self._trees if held else ():
+            if inner in tree.peft_config:
+                tree.delete_adapter(inner)
+        self._trees = self._trees if held else []
+
     def release(self, name: str) -> None:
         if self._known(name) == BASE:
             raise UnknownAdapter(name, None, self.names())
-        inner = self._inner.pop(name)
+        gone = self.parameters(name)
+        self.eject(self._inner.pop(name))
         del self._configs[name]
-        if not self._inner:
-            for layer in self._layers():  # the adapter asked it for its norm's output too
-                layer.base_layer.return_layernorm_output = False
-            for tree in self._trees:
-                tree.base_model.unload()
-            self._trees = []
-            return
-        for layer in self._layers():
-            layer._active_adapter = [next(iter(self._inner.values()))]
-        for tree in self._trees:
-            tree.delete_adapter(inner)
+        self._gone(gone)
+
+    def _beside(self) -> list[tuple[Any, str, Any]]:
+        """The layers with adapters: where each hangs, under which name, and itself."""
+        parents = [m for chunk in self.built.chunks for m in chunk.modules() if not isinstance(m, BaseTunerLayer)]
+        children = ((parent, key, child) for parent in parents for key, child in parent.named_children())
+        return [found for found in children if isinstance(found[2], BaseTunerLayer)]
 
     def _layers(self) -> list[Any]:
-        return [m for chunk in self.built.chunks for m in chunk.modules() if isinstance(m, BaseTunerLayer)]
+        return [layer for _, _, layer in self._beside()]
+
+    @contextlib.contextmanager
+    def _alone(self, name: str) -> Iterator[str | None]:
+        """Inside, layers without this adapter are the model's own: mcore-bridge takes each layer of LoRA's for one that has
+        it. Gives what the adapter is called in the trees."""
+        inner = self._inner.get(name)
+        others = [found for found in self._beside() if inner not in found[2].lora_A]
+        try:
+            for parent, key, layer in others:
+                setattr(parent, key, layer.base_layer)
+            yield inner
+        finally:
+            for parent, key, layer in others:
+                setattr(parent, key, layer)
 
     @torch.no_grad()
-    def _start(self, name: str, seed: int) -> None:
+    def start(self, name: str, seed: int) -> None:
         """A random, B zero, whatever the layout: each whole tensor by the seed and its name, of which a rank takes its part."""
         for key, parameter in self.parameters(name).items():
             if ".lora_B." in key:
@@ -187,8 +243,8 @@ class MegatronAdapters(AdapterStore):
 
     @computes
     def state_dict(self, name: str) -> dict[str, torch.Tensor]:
-        self._known(name)
-        return dict(files.exported(self.built, self._inner.get(name)))
+        with self._alone(self._known(name)) as inner:
+            return dict(files.exported(self.built, inner))
 
     @computes
     def load_state_dict(self, name: str, state: Mapping[str, torch.Tensor]) -> None:
@@ -196,13 +252,14 @@ class MegatronAdapters(AdapterStore):
         check_state(live, state, f"adapter '{name}'" if name else "weights")
         if name != BASE:
             _check_shared(name, state)
-        files.loaded(self.built, state, self._inner.get(name))
+        with self._alone(name) as inner:
+            files.loaded(self.built, state, inner)
         self._changed(self.parameters(name))
 
     @computes
     def write(self, name: str, folder: Path) -> None:
-        self._known(name)
-        files.write(self.built, folder, self._inner.get(name), self._configs.get(name))
+        with self._alone(self._known(name)) as inner:
+            files.write(self.built, folder, inner, self._configs.get(name))
 
     def read(self, name: str, folder: Path) -> dict[str, torch.Tensor]:
         if self._known(name) != BASE:
@@ -252,7 +309,7 @@ def plain_parameters(chunks: list[Any]) -> Iterator[tuple[str, Any]]:
         first_expert.clear()
 
 
-def _checked(name: str, config: Any, family: str, layout: Layout) -> LoraConfig:
+def checked(name: str, config: Any, family: str, layout: Layout) -> LoraConfig:
     """A LoraConfig over Megatron's layers.
 
     Raises:
@@ -267,6 +324,8 @@ def _checked(name: str, config: Any, family: str, layout: Layout) -> LoraConfig:
         raise BadAdapter(name, f"{why}. Train the whole model, or the adapter with TransformersModel")
     if layout.etp > 1:
         raise BadAdapter(name, "LoRA on experts that are split themselves (etp_size > 1) is not there; set etp_size=1")
+    if not 0 <= config.lora_dropout < 1:
+        raise BadAdapter(name, f"lora_dropout={config.lora_dropout!r} must be at least 0 and below 1")
     default = LoraConfig()
     odd = [
         field

@@ -20,6 +20,11 @@ from twinkle_megatron.cpu.runtime import RUNTIME
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+    from twinkle_megatron.adapters import MegatronAdapters
+    from twinkle_megatron.engine import MegatronEngine
+    from twinkle_megatron.load import Built
+    from twinkle_megatron.parallel import Layout
+
 PRECISIONS = ("no", "fp16", "bf16")
 
 
@@ -71,7 +76,7 @@ class MegatronModel(SessionModel):
         RUNTIME.install()
         mesh = device_mesh if device_mesh is not None else DeviceMesh.from_sizes()
         with RUNTIME.active():
-            engine, adapters = _build(owner, model_id, config, mesh, mixed_precision, on_nonfinite, kwargs)
+            engine, adapters = _build(self, model_id, config, mesh, mixed_precision, on_nonfinite, kwargs)
         super().__init__(engine, adapters)
 
     def set_optimizer(self, optimizer_cls: Any = "default", *, adapter_name: str | None = None, **kwargs: Any) -> None:
@@ -106,11 +111,17 @@ class MegatronModel(SessionModel):
             raise OnlyOwn(type(self).__name__, "scheduler", scheduler_cls, why, "lr_scheduler('default', lr_decay_steps=…)")
         super().set_lr_scheduler(Own, adapter_name=adapter_name, **kwargs)
 
-    def remove_adapter(self, adapter_name: str) -> None:
-        """Remove an adapter with all its state: weights, buffers, optimizer, scheduler, metrics, window."""
-        named = self.adapters.parameters(adapter_name) if adapter_name in self.sessions else {}
-        super().remove_adapter(adapter_name)
-        self.engine.forget(named)  # type: ignore[attr-defined]
+    def make_engine(self, built: Built, **facts: Any) -> MegatronEngine:
+        """How it computes; a subclass may take another engine. Megatron is imported here."""
+        from twinkle_megatron.engine import MegatronEngine
+
+        return MegatronEngine(built, **facts)
+
+    def make_adapters(self, built: Built, layout: Layout, engine: MegatronEngine) -> MegatronAdapters:
+        """Whose weights; a subclass may take another store."""
+        from twinkle_megatron.adapters import MegatronAdapters
+
+        return MegatronAdapters(built, layout, engine.reload, engine.forget)
 
 
 def _device(mesh: DeviceMesh) -> torch.device:
@@ -124,7 +135,7 @@ def _device(mesh: DeviceMesh) -> torch.device:
 
 
 def _build(
-    owner: str,
+    model: MegatronModel,
     model_id: Any,
     config: Any,
     mesh: DeviceMesh,
@@ -134,10 +145,9 @@ def _build(
 ) -> tuple[Any, Any]:
     """Engine and store. Megatron is imported here, once ``RUNTIME`` is installed; what can be checked is checked first."""
     from twinkle_megatron import load, parallel
-    from twinkle_megatron.adapters import MegatronAdapters
-    from twinkle_megatron.engine import MegatronEngine
 
-    own = frozenset(inspect.signature(MegatronModel).parameters) - {"kwargs"}
+    owner = type(model).__name__
+    own = frozenset(n for cls in (MegatronModel, type(model)) for n in inspect.signature(cls).parameters) - {"kwargs"}
     load.check_settings(owner, own, settings)
     layout = parallel.Layout.of(mesh)
     device = _device(mesh)
@@ -159,6 +169,6 @@ def _build(
         "strategy": "Megatron-Core" + (" on the CPU" if RUNTIME.installed else ""),
         **{key: value for key, value in settings.items() if isinstance(value, (str, int, float, bool))},
     }
-    engine = MegatronEngine(built, layout=layout, mesh=mesh, device=device, on_nonfinite=on_nonfinite, facts=facts)
+    engine = model.make_engine(built, layout=layout, mesh=mesh, device=device, on_nonfinite=on_nonfinite, facts=facts)
     engine.user = user
-    return engine, MegatronAdapters(built, layout, engine.reload)
+    return engine, model.make_adapters(built, layout, engine)

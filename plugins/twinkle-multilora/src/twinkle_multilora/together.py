@@ -3,79 +3,27 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from twinkle_core.contracts.adapters import BASE
-from twinkle_core.errors import BadArgument
 from twinkle_core.isolation import attempt
-from twinkle_core.train import limits
 from twinkle_core.train.calls import Asked, Call
-from twinkle_core.train.forward import ForwardVerbs
-from twinkle_core.train.sessions import one_at_a_time
 from twinkle_multilora.engine import Share, SlotEngine
+from twinkle_multilora.many import Many, Outcome
 from twinkle_multilora.scheduler import TenantScheduler
 
 if TYPE_CHECKING:
     import torch
 
-    from twinkle_core.contracts.model import Inputs
     from twinkle_multilora.adapters import SlotAdapters
 
-#: what a call gave, or what it raised
-Outcome = Any
 
-
-class Together(ForwardVerbs):
-    """``forward_backward`` for many tenants at once: asked for at once, or by threads that happen to call together."""
+class Together(Many):
+    """``forward_backward`` for many tenants in shared passes: asked for at once, or by threads that happen to call together."""
 
     engine: SlotEngine
     adapters: SlotAdapters
     scheduler: TenantScheduler
-
-    @one_at_a_time
-    def forward_backward_many(
-        self,
-        inputs: Mapping[str, Inputs],
-        *,
-        gradient_accumulation_steps: int | None = None,
-        temperature: float = 1.0,
-        **loss_args: Any,
-    ) -> dict[str, torch.Tensor]:
-        """``forward_backward`` of several tenants, in as few passes as the scheduler's token budget allows.
-
-        What comes out is, bit for bit, what a ``forward_backward`` of each tenant alone gives, in any order and company.
-
-        Args:
-            inputs: by tenant: encoded rows, one collated batch, or conversations.
-            gradient_accumulation_steps: becomes each session's.
-            temperature: as for ``forward``.
-            loss_args: for the losses. A dict whose keys are names of tenants gives each its own, and those that it doesn't
-                name nothing; any other value goes to all.
-
-        Returns:
-            By tenant, what its ``forward_backward`` returns.
-
-        Raises:
-            What ``forward_backward`` raises of a call that can't be: nothing was changed then, of any tenant. BadArgument: a
-            tenant is named twice, or the base model. What a tenant's loss raises is raised after the others are done.
-        """
-        limits.check_temperature(temperature)
-        if not isinstance(inputs, Mapping) or not inputs:
-            raise BadArgument("inputs", type(inputs).__name__, "a dict: each tenant's name, and its rows")
-        calls: list[Call] = []
-        for name, rows in inputs.items():
-            session = self._session(name)
-            if session.name == BASE or any(call.session is session for call in calls):
-                raise BadArgument("inputs", name, "each tenant once, by its name or its slot's")
-            self._check_enabled("forward_backward_many", session)
-            own = _own(loss_args, name, inputs)
-            calls.append(self._ready(Asked(session, rows, None, gradient_accumulation_steps, temperature, loss_args=own)))
-        outcomes = self._run_all(calls)
-        for outcome in outcomes:
-            if isinstance(outcome, BaseException):
-                raise outcome
-        return dict(zip(inputs, outcomes, strict=True))
 
     def _serve(self, asked: Asked) -> torch.Tensor:
         return self.scheduler.serve(asked)
@@ -96,10 +44,6 @@ class Together(ForwardVerbs):
             return None
         piece = self.engine.piece(call.batches[0], call.needs, call.asked.task)
         return piece.count if piece is not None else None
-
-    def _attempt(self, call: Call) -> Outcome:
-        done = attempt(lambda: self._run(call))  # what it raises is raised to the tenant whose call it is
-        return done.value if done.error is None else done.error
 
     def _run_group(self, calls: Sequence[Call]) -> list[Outcome]:
         """Calls in one pass. Where it fails before any backward, each by itself: so whose fault it is shows."""
@@ -136,21 +80,3 @@ class Together(ForwardVerbs):
             begun.extend(progress)
             assert error is not None
             raise error
-
-
-def _own(loss_args: Mapping[str, Any], name: str, tenants: Mapping[str, Any]) -> dict[str, Any]:
-    """A tenant's loss arguments: its part of dicts by tenant, and all others whole.
-
-    Raises:
-        BadArgument: a dict with names of tenants and other keys.
-    """
-    own = {}
-    for key, value in loss_args.items():
-        named = set(value) & set(tenants) if isinstance(value, Mapping) else set()
-        if not named:
-            own[key] = value
-        elif strange := [other for other in value if other not in named]:
-            raise BadArgument(key, strange[0], f"a dict by tenant, of tenants in this call: {', '.join(tenants)}")
-        elif name in value:
-            own[key] = value[name]
-    return own

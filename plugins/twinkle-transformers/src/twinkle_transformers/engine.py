@@ -18,11 +18,12 @@ from twinkle_core.names import closest
 from twinkle_core.ops.token_logps import Tempered, logps_from_logits, token_logps
 from twinkle_core.patches.heads import NO_POOLING, NO_VALUE_HEAD, VALUE_HEAD, pooling_of, values_of
 from twinkle_core.train.loop_engine import evaluating
+from twinkle_core.train.prepare import check_length
 from twinkle_core.train.session import Session
 from twinkle_core.types import InputFeature, ModelOutput
 from twinkle_transformers.attention import by_row
 from twinkle_transformers.generate import check_options, complete
-from twinkle_transformers.inputs import Fitted, check_length, fit, packs
+from twinkle_transformers.inputs import Fitted, fit, packs
 from twinkle_transformers.parallel import Layout, Meeting, MeshEngine
 from twinkle_transformers.precision import NARROW, Precision
 from twinkle_transformers.probes import body_of, caches, check_isolation, counts_from_zero, output_layer_of

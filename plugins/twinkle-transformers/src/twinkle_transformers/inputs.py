@@ -92,24 +92,6 @@ def fit(module: Any, batch: Mapping[str, Any], loss: Loss | None, first: int = 0
     return fitted  # type: ignore[return-value]
 
 
-def check_length(rows: Sequence[InputFeature] | InputFeature, longest: int | None) -> None:
-    """Raise BadRow if a row has more than ``longest`` tokens, padding not counted. Of a batch that is collated already, by its
-    mask, or by the lengths that it was packed of."""
-    if longest is None:
-        return
-    if isinstance(rows, Mapping):
-        ids, mask = rows.get("input_ids"), rows.get("attention_mask")
-        if isinstance(mask, torch.Tensor) and mask.dim() == 2:
-            lengths = mask.sum(1).tolist()
-        else:
-            lengths = list(rows.get("seq_lens") or ([] if ids is None else [len(row) for row in ids]))
-    else:
-        lengths = [len(row.get("input_ids", ())) for row in rows]
-    for number, length in enumerate(lengths):
-        if length > longest:
-            raise BadRow.field(number, "input_ids", f"has {length} tokens; this model takes at most {longest} (max_length)")
-
-
 def packs(batch: Mapping[str, Any]) -> bool:
     """Whether several rows share one sequence: it is said, or positions begin anew between two real tokens."""
     if len(batch.get("seq_lens") or ()) > 1:

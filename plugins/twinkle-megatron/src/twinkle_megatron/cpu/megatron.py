@@ -84,8 +84,10 @@ def _distributed_optimizer() -> None:
         return result
 
     def with_states(self: Any, model_state: Any, is_loading: bool = False, *args: Any, **kwargs: Any) -> Any:
-        if is_loading and not self.optimizer.state:
-            self._init_optimizer_states_with_dummy_values()  # weights move; the load overwrites them
+        """Before the first update there are no states yet, which it takes for a fault."""
+        for parameter in (p for group in self.optimizer.param_groups for p in group["params"] if p not in self.optimizer.state):
+            moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+            self.optimizer.state[parameter] = {"step": torch.zeros((), dtype=torch.float32), **moments}
         return sharded(self, model_state, is_loading, *args, **kwargs)
 
     Optimizer._set_main_param_and_optimizer_states = with_step

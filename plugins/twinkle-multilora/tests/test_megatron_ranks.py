@@ -1,0 +1,87 @@
+"""Under every layout tenants of one Megatron model don't feel one another: each is, to the bit, what it is alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+from peft import PeftModel
+
+from twinkle_core.testing.ranks import run
+from twinkle_megatron.testing import write_tiny
+from twinkle_multilora.megatron_testing import TENANTS, InTurns, rows_of
+
+OF_TWO = [{"dp_size": 2}, {"tp_size": 2, "sequence_parallel": True}, {"pp_size": 2}]
+EXPERTS = [{"dp_size": 2, "ep_size": 2}]
+OF_FOUR = [{"dp_size": 2, "tp_size": 2, "sequence_parallel": True}]
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    return str(write_tiny(tmp_path_factory.mktemp("llama"), num_hidden_layers=2))
+
+
+def assert_apart(ranks, layouts):
+    for rank, found in enumerate(ranks):
+        for sizes, of in zip(layouts, found, strict=True):
+            where = f"{sizes} on rank {rank}"
+            assert of["in turns"] == of["alone"], where
+            assert of["differ"] == [], f"weights, gradients, optimizer or schedule under {where}"
+            assert of["base untouched"], where
+            for name, turns in of["in turns"].items():
+                assert of["moved"][name] > 1e-4, f"{name} does not move under {where}"
+                assert sum(norm > 0 for _, norm in turns) == len(turns) // TENANTS[name].backwards, name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "world_size", "layouts"),
+    [("llama", 2, OF_TWO), ("qwen3_moe", 2, EXPERTS), ("llama", 4, OF_FOUR)],
+    ids=["two", "experts", "four"],
+)
+def test_five_tenants_in_turns_are_each_alone(tmp_path, family, world_size, layouts):
+    """One of them comes when the others have trained already."""
+    folder = write_tiny(tmp_path / "model", family, num_hidden_layers=2)
+    ranks = run(InTurns, "apart", world_size, {"folder": str(folder), "layouts": layouts}, timeout=500)
+    assert_apart(ranks, layouts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [{"dp_size": 2}, {"tp_size": 2, "sequence_parallel": True}], ids=["data", "tensor"])
+def test_a_failure_is_nobody_elses_on_any_rank(llama, sizes):
+    assert run(InTurns, "failures", 2, {"folder": llama, "sizes": sizes}, timeout=300) == [[], []]
+
+
+@pytest.mark.slow
+def test_each_goes_on_from_its_checkpoint_under_another_layout_too(llama, tmp_path):
+    """All at once, in slots that others had: bit for bit under the same layout, to rounding under another one."""
+    given = {"folder": llama, "home": str(tmp_path / "same")}
+    layouts = [{"tp_size": 2, "sequence_parallel": True}] * 2
+    for unbroken, again in run(InTurns, "resume", 2, {**given, "names": list(TENANTS), "layouts": layouts}, timeout=400):
+        assert again == unbroken
+    names = [name for name, tenant in TENANTS.items() if "lora_dropout" not in tenant.adapter]  # of other ranks, other masks
+    given = {"folder": llama, "home": str(tmp_path / "other"), "names": names}
+    ((unbroken,), _) = run(InTurns, "resume", 2, {**given, "layouts": [{"tp_size": 2}]}, timeout=300)
+    ((one,),) = run(InTurns, "resume", 1, {**given, "layouts": [{}]}, timeout=200)
+    for name in names:
+        assert [n for turn in one[name] for n in turn] == pytest.approx([n for t in unbroken[name] for n in t], rel=1e-5), name
+
+
+@pytest.mark.slow
+def test_what_each_saves_gives_the_same_logits_in_peft(llama, tmp_path):
+    """Of its own rank, alpha and targets, from two tensor ranks that split the sequence."""
+    sizes = {"tp_size": 2, "sequence_parallel": True}
+    ranks = run(InTurns, "saved", 2, {"folder": llama, "home": str(tmp_path), "sizes": sizes}, timeout=300)
+    for name, tenant in TENANTS.items():
+        fresh = transformers.AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32)
+        plain = PeftModel.from_pretrained(fresh, tmp_path / name).eval()
+        assert plain.peft_config["default"].r == tenant.config.r
+        assert plain.peft_config["default"].lora_alpha == tenant.config.lora_alpha
+        for i, row in enumerate(rows_of(name, 0)):
+            with torch.no_grad():
+                ids = torch.tensor([row["input_ids"]])
+                expected = plain(ids).logits[0]
+                with plain.disable_adapter():
+                    assert float((plain(ids).logits[0] - expected).abs().max()) > 1e-3, "it learned nothing"
+            for rank in ranks:
+                torch.testing.assert_close(rank[name][i, : len(expected)], expected, rtol=0, atol=1e-5)
