@@ -89,9 +89,17 @@ def all_of(built, name):
     """All numbers of a tenant that must not differ."""
     session = built.sessions[name]
     tensors = dict(weights(built, name))
-    for i, held in enumerate(session.optimizer.state.values()):
-        tensors |= {f"{i}.{k}": v.clone() for k, v in held.items() if isinstance(v, torch.Tensor)}
+    for key, parameter in session.named.items():
+        held = session.optimizer.state[parameter]
+        tensors |= {f"{key}.{k}": v.clone() for k, v in held.items() if isinstance(v, torch.Tensor)}
     return tensors
+
+
+def counted(built):
+    """How many tenants share each pass from here on."""
+    groups, inner = [], built.engine.run_shared
+    built.engine.run_shared = lambda shares, **how: (groups.append(len(shares)), inner(shares, **how))[1]
+    return groups
 
 
 def scaled(inputs, outputs):
@@ -126,9 +134,7 @@ class Jobs:
                 seen = train(built, tenants, range(4), together=True)
                 found[f"{mesh} {case}"] = {name: {"seen": seen[name], **all_of(built, name)} for name in tenants}
             built = model(sizes, "abc", dropout=self.dropout)
-            seen, groups = {}, []
-            inner = built.engine.run_shared
-            built.engine.run_shared = lambda shares, **how: (groups.append(len(shares)), inner(shares, **how))[1]
+            seen, groups = {}, counted(built)
             built.scheduler.patience = 0.2
             together = threading.Barrier(3)
 
@@ -180,11 +186,19 @@ class Jobs:
         seen = train(built, "ab", range(4, 8), together=True)
         return {"seen": seen, "weights": {t: weights(built, t) for t in "ab"}}
 
-    def micro(self, rank, world_size, sizes):
+    def questions(self, rank, world_size, folder, meshes):
+        """Small questions of two ranks."""
+        found = {}
+        for name, sizes in meshes.items():
+            found[name] = {"micro": self.micro(sizes), "faults": self.faults(rank, sizes, f"{folder}/{name}")}
+            found[name]["answers"] = self.answers(rank, sizes)
+        return found
+
+    def micro(self, sizes):
         """Micro-batches, of which one rank has more than the other, none, and whole."""
         built = model(sizes, "ab")
         found = {}
-        for step, count in enumerate((3, 1, 4)):
+        for count in (3, 1, 4):
             for name in "ab":
                 rows = batch(name, 0)[:count]
                 built.forward_backward(mine(built, rows), adapter_name=name, micro_batch_size=1)
@@ -193,7 +207,7 @@ class Jobs:
         packed.set_processor("input", padding_free=True, adapter_name="a")
         return {"seen": found, "packed": train(packed, "a", range(4), together=False)}
 
-    def faults(self, rank, world_size, sizes, folder):
+    def faults(self, rank, sizes, folder):
         """What goes wrong on one rank alone."""
         found = {}
         built, other = model(sizes, "ab", "sgd"), model(sizes, "ab", "sgd")
@@ -244,7 +258,7 @@ class Jobs:
         found["tenants"] = len(built.multi_lora.tenants()) if rank == 1 else 0
         return found
 
-    def answers(self, rank, world_size, sizes):
+    def answers(self, rank, sizes):
         """A self-test that comes out otherwise on one rank; a turn of several calls; calls that are not the same."""
         import twinkle_multilora.probe as probe
 
@@ -264,11 +278,11 @@ class Jobs:
             built.backward()
             built.clip_grad_and_step(gradient_accumulation_steps=2)
         found["logps"] = built.forward_only(batch("a", 0), adapter_name="a").logps.detach()
+        if rank == 0:
+            built.turns.tell(Turn("step", ("b",)))
+            return found
         try:
-            if rank == 0:
-                built.turns.tell(Turn("step", ("b",)))
-            else:
-                built.forward_backward(batch("a", 0), adapter_name="a")
+            built.forward_backward(batch("a", 0), adapter_name="a")
         except RanksApart as error:
             found["apart"] = str(error)
         return found

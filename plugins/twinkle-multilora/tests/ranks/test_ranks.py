@@ -50,11 +50,11 @@ def compare(jobs, world_size, timeout=240):
             raise
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-def test_two_ranks_train_tenants_as_one_process(mesh):
+def test_two_ranks_train_tenants_as_one_process():
     compare(
         {
-            f"{optimizer}{together}": {"sizes": MESHES[mesh], "optimizer": optimizer, "together": together}
+            f"{mesh} {optimizer} {together}": {"sizes": sizes, "optimizer": optimizer, "together": together}
+            for mesh, sizes in MESHES.items()
             for optimizer in ("sgd", "adamw")
             for together in (False, True)
         },
@@ -97,12 +97,16 @@ def test_checkpoints_of_ranks(tmp_path):
             assert same(loaded, found["saved"][tenant])
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-def test_one_process_goes_on_from_what_ranks_wrote(mesh, tmp_path):
+def test_one_process_goes_on_from_what_ranks_wrote(tmp_path):
     """Without dropout, whose masks belong to ranks."""
-    given = {"folder": str(tmp_path), "meshes": {"one": MESHES[mesh]}}
-    (found, _) = (part["one"] for part in ranks.run(Undropped, "checkpoints", 2, given, timeout=240))
+    parts = ranks.run(Undropped, "checkpoints", 2, {"folder": str(tmp_path), "meshes": MESHES}, timeout=240)
     alone = Undropped().checkpoints(0, 1, str(tmp_path / "alone"), {"one": {}})["one"]
+    for mesh in MESHES:
+        assert_goes_on(parts[0][mesh], alone)
+
+
+def assert_goes_on(found, alone):
+    """What ranks wrote is what one process writes, and one process trains on from it."""
     for tenant in "ab":
         wrote, expected = load_file(Path(found["paths"][tenant]) / WEIGHTS), load_file(Path(alone["paths"][tenant]) / WEIGHTS)
         assert wrote.keys() == expected.keys()
@@ -117,19 +121,27 @@ def test_one_process_goes_on_from_what_ranks_wrote(mesh, tmp_path):
             torch.testing.assert_close(value, found["first"][i][key], rtol=1e-4, atol=1e-5)
 
 
+@pytest.fixture(scope="module")
+def questions(tmp_path_factory):
+    """What two ranks answer, by mesh."""
+    given = {"folder": str(tmp_path_factory.mktemp("questions")), "meshes": MESHES}
+    first, second = ranks.run(Jobs, "questions", 2, given, timeout=240)
+    return {mesh: (first[mesh], second[mesh]) for mesh in MESHES}
+
+
 @pytest.mark.parametrize("mesh", MESHES)
-def test_micro_batches_of_which_ranks_have_more_or_fewer(mesh):
-    alone = Jobs().micro(0, 1, {})
-    for part in ranks.run(Jobs, "micro", 2, {"sizes": MESHES[mesh]}, timeout=240):
-        for case, found in part.items():
+def test_micro_batches_of_which_ranks_have_more_or_fewer(mesh, questions):
+    alone = Jobs().micro({})
+    for part in questions[mesh]:
+        for case, found in part["micro"].items():
             for name, expected in alone[case].items():
                 torch.testing.assert_close(torch.tensor(found[name]), torch.tensor(expected), rtol=2e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("mesh", MESHES)
-def test_what_fails_on_one_rank_fails_on_all(mesh, tmp_path):
+def test_what_fails_on_one_rank_fails_on_all(mesh, questions):
     """And costs nobody else anything."""
-    first, second = ranks.run(Jobs, "faults", 2, {"sizes": MESHES[mesh], "folder": str(tmp_path)}, timeout=240)
+    first, second = (part["faults"] for part in questions[mesh])
     for case, own in (("rows", "BadRow"), ("many", "BadRow"), ("loss", "ZeroDivisionError")):
         assert second[case][0] == own
         assert first[case][0] == "FailedElsewhere"
@@ -143,15 +155,15 @@ def test_what_fails_on_one_rank_fails_on_all(mesh, tmp_path):
         assert found["as if nothing was"]
         assert found["free"] == 1
         assert found["rng"]
-    assert (first["acquire"][0], second["acquire"][0]) == ("FailedElsewhere", "CheckpointNotFound")
+    assert (first["acquire"][0], second["acquire"][0]) == ("FailedElsewhere", "NoSuchPath")
     assert same(first["c"], second["c"])
     assert "lora_2 of 3" in first["local"]
     assert second["tenants"] == 3
 
 
 @pytest.mark.parametrize("mesh", MESHES)
-def test_ranks_give_one_answer_and_make_the_same_calls(mesh):
-    first, second = ranks.run(Jobs, "answers", 2, {"sizes": MESHES[mesh]}, timeout=240)
+def test_ranks_give_one_answer_and_make_the_same_calls(mesh, questions):
+    first, second = (part["answers"] for part in questions[mesh])
     assert first["way"] == second["way"] == "apart"
     assert first["norm"] == second["norm"]
     assert torch.equal(first["logps"], second["logps"])
