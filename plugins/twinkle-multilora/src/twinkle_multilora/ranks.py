@@ -58,7 +58,6 @@ class RankTurns(Turns):
         self._wishes: list[Turn] = []
         self._next: Turn | None = None  # told, and not begun
         self._busy = False  # a turn that was told runs, or the next one is being told
-        self._threads: set[int] = set()
         self._entered = threading.local()
 
     def of(self, verb: str, name: str) -> AbstractContextManager[Any]:
@@ -126,7 +125,6 @@ class RankTurns(Turns):
         """
         until = time.monotonic() + self._patience
         with self._changed:
-            self._threads.add(threading.get_ident())
             self._wishes.append(wish)
             try:
                 while not served():
@@ -142,7 +140,7 @@ class RankTurns(Turns):
                         self._hear()
                         continue
                     late = time.monotonic() > until
-                    if told is not None and (late or len(self._threads) == 1):
+                    if told is not None and (late or threading.active_count() == 1):  # nobody is left who could come
                         raise RanksApart(self._rank, str(told), map(str, self._wishes), self._patience if late else None)
                     self._changed.wait(until - time.monotonic() if told is not None else None)
                 return None

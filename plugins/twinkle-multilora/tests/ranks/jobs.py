@@ -114,8 +114,6 @@ scaled.needs = {"logps"}
 class Jobs:
     """Called in a process of its own; several jobs share one group of processes."""
 
-    dropout = 0.3
-
     def train(self, rank, world_size, jobs):
         found = {}
         for name, spec in jobs.items():
@@ -130,10 +128,10 @@ class Jobs:
         found = {}
         for mesh, sizes in meshes.items():
             for case, tenants in {"a alone": "a", "b alone": "b", "abc": "abc", "cba": "cba"}.items():
-                built = model(sizes, tenants, dropout=self.dropout)
+                built = model(sizes, tenants, dropout=0.3)
                 seen = train(built, tenants, range(4), together=True)
                 found[f"{mesh} {case}"] = {name: {"seen": seen[name], **all_of(built, name)} for name in tenants}
-            built = model(sizes, "abc", dropout=self.dropout)
+            built = model(sizes, "abc", dropout=0.3)
             seen, groups = {}, counted(built)
             built.scheduler.patience = 0.2
             together = threading.Barrier(3)
@@ -156,16 +154,16 @@ class Jobs:
             found[f"{mesh} groups"] = groups
         return found
 
-    def checkpoints(self, rank, world_size, folder, meshes):
+    def checkpoints(self, rank, world_size, folder, jobs):
         """Train, save, train on; the same from the checkpoint, in another slot and beside others."""
         found = {}
-        for name, sizes in meshes.items():
-            first = model(sizes, "ab", dropout=self.dropout)
+        for name, (sizes, dropout) in jobs.items():
+            first = model(sizes, "ab", dropout=dropout)
             train(first, "ab", range(4), together=True)
             paths = {t: first.save(f"{name}-{t}", folder, adapter_name=t, save_optimizer=True) for t in "ab"}
             saved = {t: weights(first, t) for t in "ab"}
             unbroken = train(first, "ab", range(4, 8), together=True)
-            second = model(sizes, "cba", dropout=self.dropout)
+            second = model(sizes, "cba", dropout=dropout)
             second.multi_lora.release_lora("a")
             second.multi_lora.acquire_lora("a", paths["a"])
             second.set_optimizer("adamw", lr=RATES["adamw"], adapter_name="a")
@@ -286,9 +284,3 @@ class Jobs:
         except RanksApart as error:
             found["apart"] = str(error)
         return found
-
-
-class Undropped(Jobs):
-    """Without dropout."""
-
-    dropout = 0.0

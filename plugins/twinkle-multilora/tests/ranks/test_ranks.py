@@ -19,7 +19,7 @@ from twinkle_multilora.model import MultiLoraTransformersModel
 from twinkle_transformers.testing import tiny_config
 
 sys.path.insert(0, str(Path(__file__).parent))
-from jobs import Jobs, Undropped
+from jobs import Jobs
 
 WEIGHTS = "adapter_model.safetensors"
 MESHES = {"dp": {"dp_size": 2}, "fsdp": {"fsdp_size": 2}}
@@ -84,25 +84,32 @@ def test_company_changes_no_bit_on_a_mesh():
             assert max(found[f"{mesh} groups"]) > 1
 
 
-def test_checkpoints_of_ranks(tmp_path):
-    first, second = ranks.run(Jobs, "checkpoints", 2, {"folder": str(tmp_path), "meshes": MESHES}, timeout=240)
-    for part in (first, second):
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """What two ranks tell of their checkpoints, with and without dropout."""
+    jobs = {f"{mesh}{dropout}": (sizes, dropout) for mesh, sizes in MESHES.items() for dropout in (0.0, 0.3)}
+    given = {"folder": str(tmp_path_factory.mktemp("saved")), "jobs": jobs}
+    return ranks.run(Jobs, "checkpoints", 2, given, timeout=240)
+
+
+def test_checkpoints_of_ranks(saved):
+    """A tenant resumes bit for bit, in another slot and company; plain PEFT loads it."""
+    for part in saved:
         for name, found in part.items():
             assert found["unbroken"] == found["resumed"], name
             assert all(same(a, b) for a, b in zip(found["first"], found["second"], strict=True))
-    for found in first.values():
+    for found in saved[0].values():
         for tenant, path in found["paths"].items():
             base = LlamaForCausalLM(tiny_config())
             loaded = get_peft_model_state_dict(PeftModel.from_pretrained(base, path))
             assert same(loaded, found["saved"][tenant])
 
 
-def test_one_process_goes_on_from_what_ranks_wrote(tmp_path):
+def test_one_process_goes_on_from_what_ranks_wrote(saved, tmp_path):
     """Without dropout, whose masks belong to ranks."""
-    parts = ranks.run(Undropped, "checkpoints", 2, {"folder": str(tmp_path), "meshes": MESHES}, timeout=240)
-    alone = Undropped().checkpoints(0, 1, str(tmp_path / "alone"), {"one": {}})["one"]
+    alone = Jobs().checkpoints(0, 1, str(tmp_path), {"one": ({}, 0.0)})["one"]
     for mesh in MESHES:
-        assert_goes_on(parts[0][mesh], alone)
+        assert_goes_on(saved[0][f"{mesh}0.0"], alone)
 
 
 def assert_goes_on(found, alone):
