@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from twinkle_core.contracts.adapters import BASE
 from twinkle_core.errors import BadArgument
-from twinkle_core.isolation import attempt
+from twinkle_core.isolation import Attempt, attempt
 from twinkle_core.train import limits
 from twinkle_core.train.calls import Asked, Call
 from twinkle_core.train.forward import ForwardVerbs
@@ -40,7 +41,8 @@ class Many(ForwardVerbs):
         What comes out is, bit for bit, what a ``forward_backward`` of each tenant alone gives, in any order and company.
 
         Args:
-            inputs: by tenant: encoded rows, one collated batch, or conversations.
+            inputs: by tenant: encoded rows, one collated batch, or conversations. On several ranks: this rank's, of the same
+                tenants on all; ``[]`` where it has none of a tenant's.
             gradient_accumulation_steps: becomes each session's.
             temperature: as for ``forward``.
             loss_args: for the losses. A dict whose keys are names of tenants gives each its own, and those that it doesn't
@@ -56,21 +58,32 @@ class Many(ForwardVerbs):
         limits.check_temperature(temperature)
         if not isinstance(inputs, Mapping) or not inputs:
             raise BadArgument("inputs", type(inputs).__name__, "a dict: each tenant's name, and its rows")
-        calls: list[Call] = []
+        many: list[Asked] = []
         for name, rows in inputs.items():
             session = self._session(name)
-            if session.name == BASE or any(call.session is session for call in calls):
+            if session.name == BASE or any(asked.session is session for asked in many):
                 raise BadArgument("inputs", name, "each tenant once, by its name or its slot's")
             self._check_enabled("forward_backward_many", session)
             own = _own(loss_args, name, inputs)
-            calls.append(self._ready(Asked(session, rows, None, gradient_accumulation_steps, temperature, loss_args=own)))
-        outcomes = self._run_all(calls)
-        for outcome in outcomes:
-            if isinstance(outcome, BaseException):
-                raise outcome
-        return dict(zip(inputs, outcomes, strict=True))
+            many.append(Asked(session, rows, None, gradient_accumulation_steps, temperature, loss_args=own))
+        order = self._in_order(many)
+        ready = self._all_ready(order)
+        _raise_first(ready)
+        calls = [call for call in ready if isinstance(call, Call)]
+        outcomes = dict(zip(map(id, order), self._run_all(calls), strict=True))
+        in_order = [outcomes[id(asked)] for asked in many]
+        _raise_first(in_order)
+        return dict(zip(inputs, in_order, strict=True))
 
     # ------------------------------------------------------------------------------------------------ inside
+
+    def _in_order(self, many: Sequence[Asked]) -> Sequence[Asked]:
+        """The order in which calls are served."""
+        return many
+
+    def _all_ready(self, many: Sequence[Asked]) -> list[Call | BaseException]:
+        """Calls that are checked and on the device, or what is wrong with them."""
+        return [result_of(attempt(functools.partial(self._ready, asked))) for asked in many]
 
     def _run_all(self, calls: Sequence[Call]) -> Sequence[Outcome]:
         """Calls of different sessions. What one raises is its outcome."""
@@ -78,7 +91,18 @@ class Many(ForwardVerbs):
 
     def _attempt(self, call: Call) -> Outcome:
         done = attempt(lambda: self._run(call))  # what it raises is raised to the tenant whose call it is
-        return done.value if done.error is None else done.error
+        return result_of(done)
+
+
+def result_of(done: Attempt[Any]) -> Any:
+    """What was made, or what was raised."""
+    return done.value if done.error is None else done.error
+
+
+def _raise_first(outcomes: Sequence[Any]) -> None:
+    for outcome in outcomes:
+        if isinstance(outcome, BaseException):
+            raise outcome
 
 
 def _own(loss_args: Mapping[str, Any], name: str, tenants: Mapping[str, Any]) -> dict[str, Any]:
