@@ -22,7 +22,7 @@ from twinkle_core.errors import BadAdapter, CheckpointMismatch, CheckpointNotFou
 from twinkle_core.names import closest
 from twinkle_core.train.single import check_state
 from twinkle_megatron import files
-from twinkle_megatron.cpu.runtime import computes
+from twinkle_megatron.cpu.runtime import RUNTIME, computes
 from twinkle_megatron.load import Built, mark_experts
 from twinkle_megatron.parallel import Layout, common_seed
 
@@ -57,6 +57,7 @@ class MegatronAdapters(AdapterStore):
         self._trees: list[Any] = []
         self._inner: dict[str, str] = {}
         self._configs: dict[str, LoraConfig] = {}
+        self._outlines: dict[str, dict[str, torch.Tensor]] = {}
         self._base = [p for chunk in built.chunks for p in chunk.parameters()]
         self._made = 0
 
@@ -113,6 +114,7 @@ class MegatronAdapters(AdapterStore):
             raise UnknownAdapter(name, None, self.names())
         inner = self._inner.pop(name)
         del self._configs[name]
+        self._outlines.pop(name, None)
         if not self._inner:
             for layer in self._layers():  # the adapter asked it for its norm's output too
                 layer.base_layer.return_layernorm_output = False
@@ -191,8 +193,21 @@ class MegatronAdapters(AdapterStore):
         return dict(files.exported(self.built, self._inner.get(name)))
 
     @computes
+    def outline(self, name: str) -> Mapping[str, torch.Tensor]:
+        self._known(name)
+        if name not in self._outlines:
+            pairs = files.exported(self.built, self._inner.get(name))
+            self._outlines[name] = {key: tensor.to("meta") for key, tensor in pairs}
+        return self._outlines[name]
+
+    def stream(self, name: str) -> Iterator[tuple[str, torch.Tensor]]:
+        self._known(name)
+        with RUNTIME.active():
+            yield from files.exported(self.built, self._inner.get(name))
+
+    @computes
     def load_state_dict(self, name: str, state: Mapping[str, torch.Tensor]) -> None:
-        live = self.state_dict(name)
+        live = self.outline(name)
         check_state(live, state, f"adapter '{name}'" if name else "weights")
         if name != BASE:
             _check_shared(name, state)

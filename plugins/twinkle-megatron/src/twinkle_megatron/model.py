@@ -135,6 +135,7 @@ def _build(
     """Engine and store. Megatron is imported here, once ``RUNTIME`` is installed; what can be checked is checked first."""
     from twinkle_megatron import load, parallel
     from twinkle_megatron.adapters import MegatronAdapters
+    from twinkle_megatron.draws import Draws
     from twinkle_megatron.engine import MegatronEngine
 
     own = frozenset(inspect.signature(MegatronModel).parameters) - {"kwargs"}
@@ -153,6 +154,7 @@ def _build(
         parallel.GROUPS.enter(layout, user)
         parallel.seed_ranks(seed)
         built = load.build(owner, folder, hf_config, converted, layout, precision, settings, on_cpu=bool(RUNTIME.installed))
+        draws = Draws(layout, seed)
     facts = {
         "model_id": str(model_id) if model_id is not None else "none (random weights)",
         "mixed_precision": precision,
@@ -160,5 +162,5 @@ def _build(
         **{key: value for key, value in settings.items() if isinstance(value, (str, int, float, bool))},
     }
     engine = MegatronEngine(built, layout=layout, mesh=mesh, device=device, on_nonfinite=on_nonfinite, facts=facts)
-    engine.user = user
+    engine.user, engine.draws = user, draws
     return engine, MegatronAdapters(built, layout, engine.reload)
