@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -44,7 +44,7 @@ from twinkle_core.train.folder import STATE_FILE, recover, sha256
 from twinkle_core.train.plain import from_plain, to_plain
 from twinkle_core.train.session import Session
 from twinkle_core.train.single import distinct
-from twinkle_core.train.together import together
+from twinkle_core.train.together import Failure, together
 from twinkle_core.version import __version__
 
 if TYPE_CHECKING:
@@ -173,14 +173,7 @@ def _gather_state(model: Sessions, session: Session, parts: Parts) -> None:
 
 
 def write(
-    model: Sessions,
-    session: Session,
-    folder: Path,
-    parts: Parts,
-    consumed: int,
-    *,
-    first: bool,
-    failure: Callable[[int, str], Exception],
+    model: Sessions, session: Session, folder: Path, parts: Parts, consumed: int, *, first: bool, failure: Failure
 ) -> None:
     """Write a checkpoint's files into an empty folder.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from twinkle_core.errors import BadArgument, CheckpointMismatch, CheckpointNotRe
 from twinkle_core.train import base_values, checkpoint, folder, limits
 from twinkle_core.train.session import Session
 from twinkle_core.train.sessions import Sessions, one_at_a_time
-from twinkle_core.train.together import together
+from twinkle_core.train.together import Failure, together
 
 #: where checkpoints go when nobody says
 OUTPUT_DIR = "output"
@@ -179,9 +179,9 @@ class StorageVerbs(Sessions):
             parameter.grad = None
 
 
-def _not_written(path: Path) -> Callable[[int, str], Exception]:
+def _not_written(path: Path) -> Failure:
     return lambda rank, why: CheckpointNotWritten(str(path), f"rank {rank} could not: {why}")
 
 
-def _not_read(path: Path) -> Callable[[int, str], Exception]:
+def _not_read(path: Path) -> Failure:
     return lambda rank, why: CheckpointNotRead(str(path), rank, why)

@@ -8,8 +8,12 @@ from collections.abc import Callable, Iterator
 from twinkle_core.contracts.engine import Engine
 
 
+#: what a rank raises of another one: of its number and of what it said
+Failure = Callable[[int, str], Exception]
+
+
 @contextlib.contextmanager
-def together(engine: Engine, failure: Callable[[int, str], Exception], *, always: bool = False) -> Iterator[None]:
+def together(engine: Engine, failure: Failure, *, always: bool = False) -> Iterator[None]:
     """What is done inside, all ranks have done on leaving; or all fail, where one of them would wait for another in vain.
 
     Nothing inside may need another rank after it could have failed alone.
