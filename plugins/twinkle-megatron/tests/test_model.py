@@ -141,3 +141,14 @@ def test_the_mesh_says_where_it_computes(llama):
     with pytest.raises(BadArgument, match="'cpu'"):
         MegatronModel(llama, device_mesh=DeviceMesh.from_sizes(device_type="cuda"))
     assert module.PRECISIONS == ("no", "fp16", "bf16")
+
+
+def test_what_was_imported_without_the_stand_ins_is_told():
+    code = (
+        "import sys, types; sys.modules['megatron.core'] = types.ModuleType('megatron.core')\n"
+        "from twinkle_megatron.cpu.runtime import RUNTIME\n"
+        "RUNTIME.install()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=False, timeout=200, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "LoadedTooEarly" in done.stderr and "megatron.core" in done.stderr

@@ -22,7 +22,7 @@ from twinkle_core.errors import BadAdapter, CheckpointMismatch, CheckpointNotFou
 from twinkle_core.names import closest
 from twinkle_core.train.single import check_state
 from twinkle_megatron import files
-from twinkle_megatron.cpu.runtime import computes
+from twinkle_megatron.cpu.runtime import RUNTIME, computes
 from twinkle_megatron.load import Built, mark_experts
 from twinkle_megatron.parallel import Layout, common_seed
 
@@ -64,6 +64,7 @@ class MegatronAdapters(AdapterStore):
         self._trees: list[Any] = []
         self._inner: dict[str, str] = {}
         self._configs: dict[str, LoraConfig] = {}
+        self._outlines: dict[str, dict[str, torch.Tensor]] = {}
         self._base = [p for chunk in built.chunks for p in chunk.parameters()]
         self._made = 0
 
@@ -159,6 +160,7 @@ class MegatronAdapters(AdapterStore):
         gone = self.parameters(name)
         self.eject(self._inner.pop(name))
         del self._configs[name]
+        self._outlines.pop(name, None)
         self._gone(gone)
 
     def _beside(self) -> list[tuple[Any, str, Any]]:
@@ -247,8 +249,21 @@ class MegatronAdapters(AdapterStore):
             return dict(files.exported(self.built, inner))
 
     @computes
+    def outline(self, name: str) -> Mapping[str, torch.Tensor]:
+        self._known(name)
+        if name not in self._outlines:
+            with self._alone(name) as inner:
+                self._outlines[name] = {key: tensor.to("meta") for key, tensor in files.exported(self.built, inner)}
+        return self._outlines[name]
+
+    def stream(self, name: str) -> Iterator[tuple[str, torch.Tensor]]:
+        self._known(name)
+        with RUNTIME.active(), self._alone(name) as inner:
+            yield from files.exported(self.built, inner)
+
+    @computes
     def load_state_dict(self, name: str, state: Mapping[str, torch.Tensor]) -> None:
-        live = self.state_dict(name)
+        live = self.outline(name)
         check_state(live, state, f"adapter '{name}'" if name else "weights")
         if name != BASE:
             _check_shared(name, state)

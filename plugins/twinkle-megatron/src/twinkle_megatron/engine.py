@@ -27,6 +27,7 @@ from twinkle_core.train.session import Session
 from twinkle_core.types import InputFeature, ModelOutput
 from twinkle_megatron import checkpoint
 from twinkle_megatron.cpu.runtime import computes
+from twinkle_megatron.draws import Draws
 from twinkle_megatron.inputs import Laid, lay, planned, size_of
 from twinkle_megatron.load import Built
 from twinkle_megatron.logps import Vocabulary, gather_sequence
@@ -52,6 +53,7 @@ class MegatronEngine(LoopEngine):
 
     collective = True
     user: Any = None  # holds Megatron's groups as long as the engine lives
+    draws: Draws  # what dropout is drawn from
 
     def __init__(
         self,
@@ -147,7 +149,7 @@ class MegatronEngine(LoopEngine):
             return self._states(chunk, laid), loss
 
         self.config.grad_scale_func = self._grad_scale() if train else None
-        with self.mode(train):
+        with self.mode(train), self.draws.active():
             get_forward_backward_func()(
                 forward_step_func=step,
                 data_iterator=[iter(batches) for _ in self.chunks] if len(self.chunks) > 1 else iter(batches),
@@ -217,13 +219,14 @@ class MegatronEngine(LoopEngine):
     ) -> ModelOutput:
         self._check(needs, task)
         laid = lay(batch.inputs, self.layout, self.device)
-        with self.mode(train):
+        with self.mode(train), self.draws.active():
             return self._outputs(batch, laid, self._states(self.chunks[0], laid), needs, temperature)
 
     @computes
     def backward(self, loss_sum: torch.Tensor, *, sync: bool = True) -> None:
         scale = self._grad_scale()
-        torch.autograd.backward(loss_sum if scale is None else scale(loss_sum))
+        with self.draws.active():
+            torch.autograd.backward(loss_sum if scale is None else scale(loss_sum))
 
     def mode(self, train: bool) -> Any:
         return contextlib.nullcontext() if train else evaluating(self.module)
@@ -373,6 +376,15 @@ class MegatronEngine(LoopEngine):
         """Weights have been set from outside: the optimizer's fp32 copies follow."""
         for optimizer in {id(o): o for p in parameters.values() if (o := self._owners.get(id(p))) is not None}.values():
             optimizer.inner.reload_model_params()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The random states of all ranks, on each of them."""
+        told = self.gather_objects(self.draws.state_dict(), "world")
+        return {f"random/{rank}/{name}": state for rank, states in enumerate(told) for name, state in states.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        mark = f"random/{self.mesh.rank}/"
+        self.draws.load_state_dict({k.removeprefix(mark): v for k, v in state.items() if k.startswith(mark)})
 
     # ------------------------------------------------------------------------------------------------ ranks
 

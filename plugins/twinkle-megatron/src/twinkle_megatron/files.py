@@ -24,9 +24,16 @@ LARGEST = 5 * 2**30
 BESIDE = ("tokenizer", "special_tokens", "vocab", "merges", "added_tokens", "chat_template", "generation_config", "spiece")
 
 
-def exported(built: Built, inner: str | None) -> Iterator[tuple[str, torch.Tensor]]:
-    """Whole tensors under their plain names, on all ranks: of the model (``inner`` None) or of an adapter."""
-    pairs = built.bridge.export_weights(list(built.chunks), peft_format=inner is not None, adapter_name=inner or "default")
+def exported(built: Built, inner: str | None, *, first_only: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+    """Whole tensors under their plain names, of the model (``inner`` None) or of an adapter; no more than a layer is there at
+    once. Collective: go to its end on all ranks.
+
+    ``first_only``: on the first rank, in the CPU's memory; the others send what they hold, and have no tensor given.
+    """
+    where: dict[str, Any] = {"target_device": "cpu", "only_master_rank": True} if first_only else {}
+    pairs = built.bridge.export_weights(
+        list(built.chunks), peft_format=inner is not None, adapter_name=inner or "default", **where
+    )
     padded = -(-built.vocabulary // built.config.tensor_model_parallel_size) * built.config.tensor_model_parallel_size
     pending: dict[str, torch.Tensor] = {}
     for key, tensor in pairs:
@@ -110,9 +117,15 @@ def write(built: Built, folder: Path, inner: str | None, config: LoraConfig | No
     """
     first = dist.get_rank() == 0
     writer = _Writer(folder, MODEL_FILE if inner is None else ADAPTER_FILE)
-    for key, tensor in exported(built, inner):
-        if first:
-            writer.add(key, tensor)
+    failed: Exception | None = None
+    for key, tensor in exported(built, inner, first_only=True):
+        try:
+            if failed is None:
+                writer.add(key, tensor)
+        except (OSError, SafetensorError) as error:
+            failed = error  # the others wait for this rank's part of the tensors that are left
+    if failed is not None:
+        raise failed
     if not first:
         return
     writer.finish()

@@ -145,6 +145,7 @@ def _build(
 ) -> tuple[Any, Any]:
     """Engine and store. Megatron is imported here, once ``RUNTIME`` is installed; what can be checked is checked first."""
     from twinkle_megatron import load, parallel
+    from twinkle_megatron.draws import Draws
 
     owner = type(model).__name__
     own = frozenset(n for cls in (MegatronModel, type(model)) for n in inspect.signature(cls).parameters) - {"kwargs"}
@@ -163,6 +164,7 @@ def _build(
         parallel.GROUPS.enter(layout, user)
         parallel.seed_ranks(seed)
         built = load.build(owner, folder, hf_config, converted, layout, precision, settings, on_cpu=bool(RUNTIME.installed))
+        draws = Draws(layout, seed)
     facts = {
         "model_id": str(model_id) if model_id is not None else "none (random weights)",
         "mixed_precision": precision,
@@ -170,5 +172,5 @@ def _build(
         **{key: value for key, value in settings.items() if isinstance(value, (str, int, float, bool))},
     }
     engine = model.make_engine(built, layout=layout, mesh=mesh, device=device, on_nonfinite=on_nonfinite, facts=facts)
-    engine.user = user
+    engine.user, engine.draws = user, draws
     return engine, model.make_adapters(built, layout, engine)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from mcore_bridge.bridge import gpt_bridge
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 
@@ -126,6 +127,7 @@ class Groups:
             gc.collect()  # a model that is out of use may wait to be collected
             if len(self.users):
                 raise ManyLayouts(str(self.layout), str(layout))
+            gpt_bridge.EP_PP_GROUP = None  # mcore-bridge makes one more, of the first layout that there was
             if self.layout is not None:
                 parallel_state.destroy_model_parallel()
                 self.layout = None

@@ -59,7 +59,7 @@ def _norm() -> None:
 
 def _distributed_optimizer() -> None:
     """Without Transformer Engine and apex, Megatron's Adam is torch's, which keeps a ``step`` tensor for each parameter. Its
-    checkpoints mishandle that in three places, one of them in silence."""
+    checkpoints mishandle that in four places, one of them in silence."""
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer as Optimizer
 
     set_states, load, sharded = (
