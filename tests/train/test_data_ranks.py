@@ -73,7 +73,7 @@ def test_all_ranks_fail_where_the_writer_does(tmp_path):
 
 def test_an_open_window_over_ranks_is_not_saved_by_halves(tmp_path):
     """Each rank holds gradients of its own rows; one rank's alone would be resumed on all."""
-    model, module = beside_another(1, None)
+    model, module = beside_another(1, 1, None)
     model.forward_backward([row([1])], gradient_accumulation_steps=2)
     with pytest.raises(CheckpointUnfit, match="2 ranks; save after an update"):
         model.save("c", tmp_path, save_optimizer=True)

@@ -75,6 +75,14 @@ class AdapterStore(ABC):
     def read(self, name: str, folder: Path) -> dict[str, torch.Tensor]:
         """The tensors that ``write`` wrote, for ``load_state_dict``. Changes nothing."""
 
+    def sharded_state(self, name: str) -> dict[str, torch.Tensor] | None:
+        """What ``save(sharded=True)`` writes, as it lies on ranks: the tensors of ``state_dict``, a tied one under one name.
+        None, and by default: these weights are always plain files."""
+        return None
+
+    def write_beside(self, name: str, folder: Path) -> None:  # noqa: B027  (optional)
+        """What ``write`` writes beside the weights, where those are in shards."""
+
     def known_as(self, name: str) -> str:
         """The name of the live adapter that is also called so (by its slot's name, where a store has slots); ``name`` itself
         where there is no such adapter."""

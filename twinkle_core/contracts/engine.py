@@ -140,10 +140,31 @@ class Engine(ABC):
         """Put back ``gradient``."""
         parameter.grad = value
 
+    def window_gradients(self, parameters: Mapping[str, torch.nn.Parameter]) -> dict[str, torch.Tensor]:
+        """For a checkpoint: what an open window has gathered, as one process would hold it that had all ranks' rows. All ranks
+        call it. Default: of one rank.
+
+        Raises:
+            CheckpointUnfit: it lies apart on several.
+        """
+        from twinkle_core.errors import CheckpointUnfit
+
+        if self.mesh.world_size > 1:
+            why = f"its gradients lie apart on {self.mesh.world_size} ranks; save after an update, or flush() first"
+            raise CheckpointUnfit("an accumulation window that is open", why)
+        found = {name: self.gradient(p) for name, p in parameters.items()}
+        return {name: gradient for name, gradient in found.items() if gradient is not None}
+
+    def set_window_gradients(self, parameters: Mapping[str, torch.nn.Parameter], gradients: Mapping[str, torch.Tensor]) -> None:
+        """Put back ``window_gradients``: ranks together hold these afterwards, and nothing for what is not there."""
+        for name, parameter in parameters.items():
+            self.set_gradient(parameter, gradients.get(name))
+
     def optimizer_state(
         self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.nn.Parameter]
     ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """Tensors and plain data for a checkpoint: what the first rank writes. Default: all of the state, by parameter."""
+        """Tensors and plain data for a checkpoint. The first rank writes them; tensors that lie apart (DTensors) all together.
+        Default: all of the state, by parameter."""
         from twinkle_core.train import optim
 
         return optim.state_by_name(optimizer, parameters)

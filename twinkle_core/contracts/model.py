@@ -196,8 +196,9 @@ class TwinkleModel(ABC):
         adapter_name: str | None = None,
         save_optimizer: bool = False,
         consumed_train_samples: int | None = None,
+        sharded: bool = False,
     ) -> str:
-        """Write a checkpoint folder, whole or not at all. Returns its path."""
+        """Write a checkpoint folder, whole or not at all; ``sharded``: all weights as they lie on ranks. Returns its path."""
 
     @remote_function(dispatch="all", collect="first")
     @abstractmethod

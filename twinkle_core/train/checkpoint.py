@@ -8,6 +8,7 @@ scheduler.json          the scheduler's numbers
 adapter.json            what a store keeps of the adapter beside its weights, if anything
 engine.safetensors      tensors of the engine's state; ``engine.json`` the rest (the gradient scaler)
 gradients.safetensors   the gradients of an open accumulation window, by parameter
+*-shards/               ``model``, ``optimizer`` or ``gradients`` that lie apart on ranks, in place of the file (``shards``)
 rng.safetensors         random state of torch and devices; ``rng.json`` of Python and numpy
 ======================  ==================================================================================
 
@@ -25,23 +26,24 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from twinkle_core import registry
 from twinkle_core.contracts.adapters import BASE
 from twinkle_core.errors import (
+    BadArgument,
     CheckpointDamaged,
     CheckpointMismatch,
     CheckpointNotFound,
-    CheckpointUnfit,
+    CheckpointNotWritten,
     TwinkleError,
     WindowNotStepped,
 )
-from twinkle_core.log import get_logger
-from twinkle_core.ops.sharded import whole
-from twinkle_core.train import base_values, differences, rng
+from twinkle_core.ops.sharded import is_sharded
+from twinkle_core.train import base_values, rng, shards
 from twinkle_core.train.folder import STATE_FILE, recover, sha256
-from twinkle_core.train.plain import from_plain, to_plain
+from twinkle_core.train.normalise import as_scalar
+from twinkle_core.train.plain import to_plain
 from twinkle_core.train.session import Session
 from twinkle_core.train.single import distinct
 from twinkle_core.train.together import Failure, together
@@ -93,6 +95,7 @@ class TrainerState(BaseModel):
     adapter: dict[str, Any]
     engine: dict[str, Any]
     mesh: str
+    sharded: list[str] = []  # what is in shards
     fingerprint: str
     base_sample: str | None = None  # of an adapter's base model, which the checkpoint does not hold
     plugins: list[dict[str, str]]
@@ -121,23 +124,36 @@ def _described(value: Any) -> Any:
 
 @dataclass(slots=True)
 class Parts:
-    """Everything beside the weights, gathered before a file is written: tensors and plain data by stem."""
+    """Everything beside the weights, gathered before a file is written: tensors and plain data by stem. ``apart``: tensors of
+    which each rank writes its own parts, the weights too where they are to be in shards; the same names on all ranks."""
 
     tensors: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
+    apart: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
     data: dict[str, Any] = field(default_factory=dict)
+    window: dict[str, Any] = field(default_factory=dict)
     resumable: bool = True
     base_sample: str | None = None
 
+    def put(self, stem: str, tensors: dict[str, torch.Tensor]) -> None:
+        """Tensors, which ranks write together if they lie apart on them."""
+        (self.apart if any(is_sharded(t) for t in tensors.values()) else self.tensors)[stem] = tensors
 
-def gather(model: Sessions, session: Session, *, resumable: bool = True) -> Parts:
-    """The training state of a session (``resumable`` False: what is kept with weights alone). Changes nothing. All ranks call
-    it together: what lies apart is brought together, on the CPU.
+
+def gather(model: Sessions, session: Session, *, resumable: bool = True, sharded: bool = False) -> Parts:
+    """The training state of a session (``resumable`` False: what is kept with weights alone; ``sharded``: and the weights, as
+    they lie on ranks). Changes nothing. All ranks call it together.
 
     Raises:
-        WindowNotStepped: gradients have been normalised and not used. CheckpointUnfit: a state that is not plain data, or an
-        open window over several ranks.
+        BadArgument: these weights can't be ``sharded``. WindowNotStepped: gradients have been normalised and not used.
+        CheckpointUnfit: a state that is not plain data, or an open window over ranks that can't be brought together.
     """
-    parts = Parts(resumable=resumable)
+    parts = Parts(window=session.window.state_dict(), resumable=resumable)
+    if sharded:
+        weights = model.adapters.sharded_state(session.name)
+        if weights is None:
+            whose = f"adapter '{session.name}'" if session.name else type(model).__name__
+            raise BadArgument("sharded", True, f"False: the weights of {whose} are written as plain files")
+        parts.apart["model"] = weights
     if resumable:
         _gather_state(model, session, parts)
     parts.base_sample = base_values.sample(model.adapters) if session.name != BASE else None
@@ -148,22 +164,20 @@ def _gather_state(model: Sessions, session: Session, parts: Parts) -> None:
     window, optimizer = session.window, session.optimizer
     if window.normalised and not window.finished:
         raise WindowNotStepped(window.count)
-    if window.open and model.engine.mesh.world_size > 1:
-        why = f"its gradients lie apart on {model.engine.mesh.world_size} ranks; save after an update, or flush() first"
-        raise CheckpointUnfit("an accumulation window that is open", why)
     if optimizer is not None:
         parameters = model._named(session)
         tensors, parts.data["optimizer"] = model.engine.optimizer_state(optimizer, parameters)
-        parts.tensors["optimizer"] = {k: whole(t).cpu() for k, t in tensors.items()}
+        parts.put("optimizer", tensors)
         if session.scheduler is not None:
             name = type(session.scheduler).__name__
             state = to_plain(session.scheduler.state_dict(), f"the state of scheduler {name}")
             parts.data["scheduler"] = {"class": name, "state": state}
     if held := model.adapters.training_state(session.name):
         parts.data["adapter"] = to_plain(held, f"the training state of adapter '{session.name}'")
-    if window.open:
-        found = {k: model.engine.gradient(p) for k, p in model._named(session).items()}
-        parts.tensors["gradients"] = {k: g for k, g in found.items() if g is not None}
+    if counts := [n for n in model.engine.gather_objects(window.count if window.open else None, "world") if n is not None]:
+        parts.put("gradients", model.engine.window_gradients(model._named(session)))
+        weight = float(model.engine.all_reduce(as_scalar(window.weight if window.open else 0, model.engine.device)))
+        parts.window |= {"count": max(counts), "weight": weight}
     state = model.engine.state_dict()
     tensors = {k: v for k, v in state.items() if isinstance(v, torch.Tensor)}
     plain = {k: v for k, v in state.items() if k not in tensors}
@@ -172,22 +186,42 @@ def _gather_state(model: Sessions, session: Session, parts: Parts) -> None:
     parts.tensors["rng"], parts.data["rng"] = rng.join(captured)
 
 
+def _write_shards(model: Sessions, folder: Path, parts: Parts, first: bool) -> None:
+    """Collective."""
+    places = [shards.place(folder, stem) for stem in parts.apart]
+    with contextlib.suppress(OSError):
+        for place in places if first else ():
+            place.mkdir()
+    model.engine.gather_objects(None, "world")  # nobody looks before they are made
+    seen = model.engine.gather_objects(all(place.is_dir() for place in places), "world")
+    if not all(seen):
+        why = f"rank {seen.index(False)} can't write there: the disk is full, or it is not one that all ranks share"
+        raise CheckpointNotWritten(str(folder), why)
+    for stem, tensors in parts.apart.items():
+        shards.write(shards.place(folder, stem), tensors)
+
+
 def write(
     model: Sessions, session: Session, folder: Path, parts: Parts, consumed: int, *, first: bool, failure: Failure
 ) -> None:
     """Write a checkpoint's files into an empty folder.
 
-    ``first``: whether this rank writes what ranks do not hold apart. The others are here where the engine is ``collective``;
-    ``failure``: what they raise when one of them could not write.
+    ``first``: whether this rank writes what ranks do not hold apart. The others are here where there is something else, or
+    the engine is ``collective``; ``failure``: what they raise when one of them could not write.
     """
-    with together(model.engine, failure):
-        model.adapters.write(session.name, folder)
+    if parts.apart:
+        _write_shards(model, folder, parts, first)
+    if "model" not in parts.apart and (first or model.engine.collective):
+        with together(model.engine, failure):
+            model.adapters.write(session.name, folder)
     weights = base_values.fingerprint(model.adapters, session.name)
     if parts.resumable and session.optimizer is not None:
         with together(model.engine, failure):
             model.engine.write_shards(session.optimizer, folder)
     if not first:
         return
+    if "model" in parts.apart:
+        model.adapters.write_beside(session.name, folder)
     for stem, tensors in parts.tensors.items():
         if tensors:
             save_file(distinct({k: t.cpu() for k, t in tensors.items()}), folder / f"{stem}.safetensors")
@@ -202,13 +236,14 @@ def write(
         consumed_train_samples=consumed,
         gradient_accumulation_steps=session.window.size,
         skipped_steps=session.skipped_steps,
-        window=WindowState(**session.window.state_dict()),
+        window=WindowState(**parts.window),
         gradient_scale=model.engine.loss_scale(),
         optimizer=None if session.optimizer is None else type(session.optimizer).__name__,
         scheduler=None if session.scheduler is None else type(session.scheduler).__name__,
         adapter=_described(model.adapters.describe(session.name)),
         engine=_described(model.engine.describe()),
         mesh=repr(model.engine.mesh),
+        sharded=sorted(parts.apart),
         fingerprint=weights,
         base_sample=parts.base_sample,
         plugins=registry.snapshot(),
@@ -245,8 +280,8 @@ def inspect(folder: Path, *, resume_only_model: bool = False, hashes: bool = Fal
         )
     for stem, there in (("engine", True), ("rng", True), ("optimizer", state.optimizer), ("scheduler", state.scheduler)):
         if there:
-            with _reading(folder, f"{stem}.json"):
-                _data(folder, stem)
+            with reading(folder, f"{stem}.json"):
+                data_of(folder, stem)
     return state
 
 
@@ -300,23 +335,8 @@ def _verify(folder: Path, name: str, entry: FileEntry, hashes: bool) -> None:
         raise CheckpointDamaged(str(path), "its content has changed since it was written (sha256 differs)")
 
 
-@dataclass(slots=True)
-class Loaded:
-    """A checkpoint's training state, read and checked against a session; nothing has been changed yet."""
-
-    state: TrainerState
-    optimizer: dict[str, Any] | None = None
-    scheduler: dict[str, Any] | None = None
-    adapter: dict[str, Any] = field(default_factory=dict)
-    engine: dict[str, Any] = field(default_factory=dict)
-    gradients: dict[str, torch.Tensor] = field(default_factory=dict)
-    rng_tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-    rng: dict[str, Any] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)  # where the session was set up otherwise
-
-
 @contextlib.contextmanager
-def _reading(folder: Path, file: str) -> Iterator[None]:
+def reading(folder: Path, file: str) -> Iterator[None]:
     """Whatever goes wrong with a file's content is said of the file, before anything has changed."""
     try:
         yield
@@ -327,6 +347,14 @@ def _reading(folder: Path, file: str) -> Iterator[None]:
         raise CheckpointDamaged(str(folder / file), why) from error
 
 
+def data_of(folder: Path, stem: str) -> dict[str, Any]:
+    """What a file with plain data holds."""
+    path = folder / f"{stem}.json"
+    if not path.is_file():
+        raise CheckpointDamaged(str(path), "it is missing")
+    return json.loads(path.read_text())  # type: ignore[no-any-return]
+
+
 def check_owner(state: TrainerState, session: Session, path: Path) -> None:
     """Raise CheckpointMismatch if one of the two is an adapter and the other the base model."""
     if (state.adapter_name == BASE) == (session.name == BASE):
@@ -335,102 +363,3 @@ def check_owner(state: TrainerState, session: Session, path: Path) -> None:
     here = f"adapter '{session.name}'" if session.name else "the base model"
     way = "name an adapter: adapter_name=..." if state.adapter_name else "name the base model: adapter_name=''"
     raise CheckpointMismatch(str(path), f"it holds {holds}, and it was to be loaded into {here}; {way}")
-
-
-def read(model: Sessions, session: Session, folder: Path, state: TrainerState) -> Loaded:
-    """Read and check all that ``apply`` will set.
-
-    Raises:
-        CheckpointMismatch: another model, optimizer or scheduler.
-    """
-    loaded = Loaded(state)
-    parameters = model._named(session)
-    source = str(folder / "optimizer.json")
-    _same("optimizer", source, state.optimizer, session.optimizer, "set_optimizer")
-    _same("scheduler", str(folder / "scheduler.json"), state.scheduler, session.scheduler, "set_lr_scheduler")
-    if session.optimizer is not None:
-        with _reading(folder, "optimizer.json"):
-            tensors, data = _tensors(folder, "optimizer"), _data(folder, "optimizer")
-            loaded.optimizer = model.engine.prepare_optimizer_state(session.optimizer, parameters, tensors, data, folder)
-            loaded.notes += differences.of_optimizer(session.optimizer, data["groups"])
-    if session.scheduler is not None:
-        with _reading(folder, "scheduler.json"):
-            scheduler = from_plain(_data(folder, "scheduler")["state"], session.scheduler.state_dict())
-            loaded.notes += differences.of_scheduler(session.scheduler, scheduler)
-            loaded.scheduler = scheduler
-    if "adapter.json" in state.files:
-        with _reading(folder, "adapter.json"):
-            loaded.adapter = from_plain(_data(folder, "adapter"))
-    with _reading(folder, "engine.json"):
-        loaded.engine = from_plain(_data(folder, "engine")) | _tensors(folder, "engine")
-    with _reading(folder, "gradients.safetensors"):
-        loaded.gradients = _tensors(folder, "gradients")
-    for name, gradient in loaded.gradients.items():
-        if name not in parameters or parameters[name].shape != gradient.shape:
-            source = str(folder / "gradients.safetensors")
-            raise CheckpointMismatch(source, f"parameter {name} is not here, or of another shape")
-    with _reading(folder, "rng.json"):
-        mine = rng.of_rank(_tensors(folder, "rng"), _data(folder, "rng"), model.engine.mesh.rank)
-        if mine is None:
-            loaded.notes.append(f"it holds no random state of rank {model.engine.mesh.rank}: this rank draws on from its own")
-            mine = rng.capture()
-        loaded.rng_tensors, loaded.rng = mine
-        rng.check(loaded.rng_tensors, loaded.rng)
-    is_open = state.window.count > 0 and not {"step", "zero_grad"} & set(state.window.acted)
-    loaded.notes += differences.of_window(session.window.size, state.window.size, is_open)
-    return loaded
-
-
-def _same(part: str, source: str, saved: str | None, live: Any, verb: str) -> None:
-    here = None if live is None else type(live).__name__
-    if saved == here:
-        return
-    if here is None:
-        why = f"it holds the state of the {part} {saved}, and none is set; call {verb}(...) first"
-    elif saved is None:
-        why = f"it holds no {part} state, and {here} is set"
-    else:
-        why = f"it holds the state of {saved}, and the {part} here is {here}"
-    raise CheckpointMismatch(source, f"{why} (or load the weights alone: resume_only_model=True)")
-
-
-def _tensors(folder: Path, stem: str) -> dict[str, torch.Tensor]:
-    path = folder / f"{stem}.safetensors"
-    return load_file(path) if path.is_file() else {}
-
-
-def _data(folder: Path, stem: str) -> dict[str, Any]:
-    path = folder / f"{stem}.json"
-    if not path.is_file():
-        raise CheckpointDamaged(str(path), "it is missing")
-    return json.loads(path.read_text())  # type: ignore[no-any-return]
-
-
-def apply(model: Sessions, session: Session, loaded: Loaded) -> None:
-    """Set everything but the weights. Sets, never adds: twice is once. Random state comes last, so nothing draws after it."""
-    state = loaded.state
-    if session.optimizer is not None:
-        assert loaded.optimizer is not None
-        session.optimizer.load_state_dict(loaded.optimizer)
-        # torch notes on the optimizer that it has stepped, and warns about an lr_step before that; this one did, elsewhere
-        session.optimizer._opt_called = state.cur_step > 0  # type: ignore[attr-defined]
-    if session.scheduler is not None:
-        session.scheduler.load_state_dict(loaded.scheduler)
-    model.adapters.load_training_state(session.name, loaded.adapter)
-    model.engine.load_state_dict(loaded.engine)
-    rescale = model.engine.loss_scale() / state.gradient_scale  # 1 unless the precision is another
-    for name, parameter in model._named(session).items():
-        gradient = loaded.gradients.get(name)
-        if gradient is not None:
-            gradient = gradient.to(parameter.device, parameter.dtype)
-            gradient = gradient if rescale == 1 else gradient.mul_(rescale)
-        model.engine.set_gradient(parameter, gradient)
-    size = session.window.size
-    session.window.load_state_dict(state.window.model_dump())
-    if size is not None and (not session.window.open or session.window.size is None):
-        session.window.size = size
-    session.cur_step, session.skipped_steps = state.cur_step, state.skipped_steps
-    session.consumed_train_samples = state.consumed_train_samples
-    for note in loaded.notes:
-        get_logger().warning(note)
-    rng.restore(loaded.rng_tensors, loaded.rng)

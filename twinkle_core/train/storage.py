@@ -11,7 +11,7 @@ import torch
 
 from twinkle_core import plugins
 from twinkle_core.errors import BadArgument, CheckpointMismatch, CheckpointNotRead, CheckpointNotWritten
-from twinkle_core.train import base_values, checkpoint, folder, limits
+from twinkle_core.train import base_values, checkpoint, folder, limits, restore, shards
 from twinkle_core.train.session import Session
 from twinkle_core.train.sessions import Sessions, one_at_a_time
 from twinkle_core.train.together import Failure, together
@@ -32,16 +32,20 @@ class StorageVerbs(Sessions):
         adapter_name: str | None = None,
         save_optimizer: bool = False,
         consumed_train_samples: int | None = None,
+        sharded: bool = False,
     ) -> str:
         """Write a checkpoint folder ``output_dir/name``, whole or not at all; one that is there is replaced at the end.
 
-        All data ranks call it together; the first one writes, and all return when the folder is whole.
+        All ranks call it together, and all return when the folder is whole. The first one writes; of an optimizer whose state
+        lies apart each rank writes its own part.
 
         Args:
             name: a folder inside ``output_dir`` (default ``output``).
             save_optimizer: also what resuming needs: optimizer, scheduler, gradient scaler, random state, and the gradients of
                 an open accumulation window.
             consumed_train_samples: progress of the data loader, given back by ``resume_from_checkpoint``.
+            sharded: of a whole model's weights too each rank writes its own part: none ever holds all of them. ``load`` and
+                ``resume_from_checkpoint`` take either form, on any number of ranks; other libraries take plain files alone.
 
         Returns:
             The folder.
@@ -55,13 +59,13 @@ class StorageVerbs(Sessions):
             limits.check_count("consumed_train_samples", consumed_train_samples)
         session = self._session(adapter_name)
         path = folder.target(output_dir if output_dir is not None else OUTPUT_DIR, name)
-        parts = checkpoint.gather(self, session, resumable=save_optimizer)
+        parts = checkpoint.gather(self, session, resumable=save_optimizer, sharded=sharded)
         consumed = session.consumed_train_samples if consumed_train_samples is None else consumed_train_samples
         first = self.engine.mesh.world_size == 1 or self.engine.mesh.rank == 0
         with (
-            self.adapters.gathered(session.name),
+            contextlib.nullcontext() if sharded else self.adapters.gathered(session.name),
             together(self.engine, _not_written(path), always=True),
-            self._opened(path, first) as temporary,
+            self._opened(path, first, shared=self.engine.collective or bool(parts.apart)) as temporary,
         ):
             if temporary is not None:
                 checkpoint.write(self, session, temporary, parts, consumed, first=first, failure=_not_written(path))
@@ -137,10 +141,10 @@ class StorageVerbs(Sessions):
             )
         base_values.check(self, session, state, path, strict=not resume_only_model)
         with together(self.engine, _not_read(path)):
-            loaded = None if resume_only_model else checkpoint.read(self, session, path, state)
+            loaded = None if resume_only_model else restore.read(self, session, path, state)
         self._load_weights(session, path)
         if loaded is not None:
-            checkpoint.apply(self, session, loaded)
+            restore.apply(self, session, loaded)
         plugins.hooks().twinkle_checkpoint_loaded(path=str(path), session=session)
         return state.progress()
 
@@ -150,23 +154,24 @@ class StorageVerbs(Sessions):
         return self.adapters.state_dict(self._session(adapter_name).name)
 
     @contextlib.contextmanager
-    def _opened(self, path: Path, first: bool) -> Iterator[Path | None]:
-        """The folder to write into: the first rank makes it, and the others have it where all of them write."""
+    def _opened(self, path: Path, first: bool, *, shared: bool) -> Iterator[Path | None]:
+        """The folder to write into: the first rank makes it; ``shared``: all write there."""
         with contextlib.ExitStack() as stack:
             temporary = None
-            with together(self.engine, _not_written(path)):
+            with together(self.engine, _not_written(path), always=shared):
                 if first:
                     temporary = stack.enter_context(folder.replacing(path))
-            if self.engine.collective:
+            if shared:
                 temporary = next(p for p in self.engine.gather_objects(temporary, "world") if p is not None)
             yield temporary
 
     def _load_weights(self, session: Session, path: Path) -> None:
         """The store checks keys and shapes before it changes anything; then forwards and gradients of old weights go."""
         live = self.adapters.outline(session.name)
+        apart = shards.place(path, "model")
         with together(self.engine, _not_read(path)):
             self.adapters.check_compatible(session.name, path)
-            state = self.adapters.read(session.name, path)
+            state = shards.read(apart, live) if apart.is_dir() else self.adapters.read(session.name, path)
         for key in live.keys() & state.keys():
             if live[key].is_floating_point() != state[key].is_floating_point():
                 raise CheckpointMismatch(str(path), f"{key} is {state[key].dtype}, and {live[key].dtype} here")

@@ -13,6 +13,7 @@ import torch
 from peft import PeftConfig
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from transformers.dynamic_module_utils import custom_object_save
 
 from twinkle_core.errors import BadAdapter, CheckpointDamaged, CheckpointMismatch, CheckpointNotFound, WeightsMismatch
 from twinkle_core.ops.sharded import is_sharded, local, whole
@@ -184,6 +185,23 @@ def write_model(module: Any, state: dict[str, torch.Tensor], folder: Path) -> No
     stored config says so; else every loader but the newest would rebuild one from the other.
     """
     module.save_pretrained(str(folder), state_dict=state)
+    _note_ties(module, folder)
+
+
+def write_config(module: Any, folder: Path) -> None:
+    """What ``save_pretrained`` writes beside a model's weights."""
+    module.config.dtype = str(module.dtype).removeprefix("torch.")
+    module.config.architectures = [type(module).__name__.removeprefix("FSDP")]
+    if module.is_remote_code():
+        custom_object_save(module, str(folder), config=module.config)
+    module.config.save_pretrained(str(folder))
+    if module.can_generate():
+        module.generation_config.save_pretrained(str(folder))
+    _note_ties(module, folder)
+
+
+def _note_ties(module: Any, folder: Path) -> None:
+    """The stored config says so where it promises a tie that is none."""
     first, last = module.get_input_embeddings(), module.get_output_embeddings()
     if first is None or last is None:
         return

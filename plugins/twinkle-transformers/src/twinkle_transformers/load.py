@@ -25,7 +25,10 @@ from twinkle_core.errors import (
 )
 from twinkle_core.log import get_logger
 from twinkle_core.names import closest
+from twinkle_core.train import shards
+from twinkle_transformers import checkpoint
 from twinkle_transformers.precision import Precision
+from twinkle_transformers.tree import plain_state
 
 if TYPE_CHECKING:
     from twinkle_core.mesh import DeviceMesh
@@ -186,6 +189,8 @@ def _load(
     if hub.holds_adapter(place):  # transformers would put it in unseen, beneath the adapters of this model
         raise HoldsAdapter(place, hub.base_of_adapter(place))
     options["trust_remote_code"] = trust = bool(options.get("trust_remote_code", False))
+    if shards.place(place, "model").is_dir():
+        return _from_shards(owner, own, cls, place, config, precision, options)
     strange = {k: v for k, v in options.items() if k not in _FROM_PRETRAINED}
     if not {"dtype", "torch_dtype"} & set(options):
         options["dtype"] = precision.load_dtype
@@ -204,6 +209,33 @@ def _load(
     except _UNREADABLE as error:
         raise ModelNotLoaded(folder, str(error) or type(error).__name__) from error
     _check_complete(model, folder, report, reshaped=bool(strange) or config is not None)
+    return model
+
+
+def _from_shards(
+    owner: str, own: frozenset[str], cls: Any, folder: Path, config: Any, precision: Precision, options: dict[str, Any]
+) -> Any:
+    """From a checkpoint whose weights each rank wrote for itself: built from its config, and filled.
+
+    Raises:
+        WrongArgument: an option of ``from_pretrained`` that is none of ``from_config``. WeightsMismatch, CheckpointDamaged.
+    """
+    from transformers import AutoConfig
+
+    if not {"dtype", "torch_dtype"} & set(options):
+        options["dtype"] = precision.load_dtype
+    try:
+        config = config or AutoConfig.from_pretrained(folder, trust_remote_code=options["trust_remote_code"])
+    except _UNREADABLE as error:
+        raise ModelNotLoaded(folder, str(error) or type(error).__name__) from error
+    if options.get("dtype") == "auto":
+        options["dtype"] = config.dtype
+    model = _build(owner, own, cls, config, options)
+    live = plain_state(model)
+    state = checkpoint.with_ties(live, shards.read(shards.place(folder, "model"), live))
+    checkpoint.check_keys(live, state, "the model")
+    for key, tensor in state.items():
+        live[key].copy_(tensor)
     return model
 
 

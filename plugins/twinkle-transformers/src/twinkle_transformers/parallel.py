@@ -123,6 +123,10 @@ class Meeting:
         """How many meet."""
         return self._sizes[kind]
 
+    def index(self, kind: str) -> int:
+        """Which of those that meet this rank is."""
+        return dist.get_rank(self.group(kind)) if self._sizes[kind] > 1 else 0
+
     def group(self, kind: str) -> Any:
         """The process group; None: the default one, of all. Only where more than one rank meets."""
         return self._groups.get(kind)
@@ -324,6 +328,24 @@ class MeshEngine(LoopEngine):
         for kind in (k for k in KINDS if k in over):
             self.meeting.sum_gradients(over[kind], kind)
         return super().finish_grads(optimizer, scale)
+
+    def window_gradients(self, parameters: Mapping[str, torch.nn.Parameter]) -> dict[str, torch.Tensor]:
+        """Summed over the ranks that the window's end sums over; a parameter that got none anywhere is left out."""
+        found: dict[str, torch.Tensor] = {}
+        here = torch.tensor([float(p.grad is not None) for p in parameters.values()], device=self.device)
+        anywhere = self.meeting.all_reduce(here, WORLD).tolist()
+        for (name, p), some in zip(parameters.items(), anywhere, strict=True):
+            if some:
+                found[name] = grad = torch.zeros_like(p) if p.grad is None else p.grad.detach().clone()
+                for kind in self.layout.summed_over(p):
+                    local(grad).copy_(self.meeting.all_reduce(local(grad), kind))
+        return found
+
+    def set_window_gradients(self, parameters: Mapping[str, torch.nn.Parameter], gradients: Mapping[str, torch.Tensor]) -> None:
+        """The first rank of those that the window's end sums over gets them; the others have brought nothing yet."""
+        for name, p in parameters.items():
+            first = all(self.meeting.index(kind) == 0 for kind in self.layout.summed_over(p))
+            self.set_gradient(p, gradients.get(name) if first else None)
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
         """Ranks look at their own parts, and must scale alike afterwards. (torch's own takes no list of plain tensors and

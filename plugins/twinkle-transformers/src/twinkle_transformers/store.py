@@ -23,7 +23,7 @@ from twinkle_core.train.folder import STATE_FILE
 from twinkle_transformers import checkpoint
 from twinkle_transformers.parallel import Layout
 from twinkle_transformers.precision import Precision, widen
-from twinkle_transformers.tree import plain_parameters, plain_state
+from twinkle_transformers.tree import plain_parameters, plain_state, untied_state
 
 
 class ModelStore(AdapterStore):
@@ -162,15 +162,32 @@ class ModelStore(AdapterStore):
 
     def write(self, name: str, folder: Path) -> None:
         if self.known(name) == BASE:
-            rounded = sum(s.rounded for s in self.precision.narrowed.values())
-            if rounded:
-                text = "%d weight(s) of the base model are saved as adapters compute with them, rounded to %s"
-                get_logger("transformers").warning(text, rounded, self.precision.mixed)
+            self._tell_rounded()
             checkpoint.write_model(self.module, self._gathered or self.state_dict(BASE), folder)
-            if (tokenizer := self._tokenizer()) is not None:
-                tokenizer.save_pretrained(str(folder))
+            self._write_tokenizer(folder)
         else:
             checkpoint.write_adapter(self.module, self._saved_config(name), self._gathered or self.state_dict(name), folder)
+
+    def sharded_state(self, name: str) -> dict[str, torch.Tensor] | None:
+        if self.known(name) != BASE:
+            return None
+        self.rest_shards()
+        return untied_state(self.module)
+
+    def write_beside(self, name: str, folder: Path) -> None:
+        """The config, and the tokenizer's files."""
+        self._tell_rounded()
+        checkpoint.write_config(self.module, folder)
+        self._write_tokenizer(folder)
+
+    def _write_tokenizer(self, folder: Path) -> None:
+        if (tokenizer := self._tokenizer()) is not None:
+            tokenizer.save_pretrained(str(folder))
+
+    def _tell_rounded(self) -> None:
+        if rounded := sum(s.rounded for s in self.precision.narrowed.values()):
+            text = "%d weight(s) of the base model are saved as adapters compute with them, rounded to %s"
+            get_logger("transformers").warning(text, rounded, self.precision.mixed)
 
     @contextmanager
     def gathered(self, name: str) -> Iterator[None]:

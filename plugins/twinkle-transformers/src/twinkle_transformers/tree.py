@@ -78,6 +78,15 @@ def plain_state(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
+def untied_state(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """``plain_state`` with a tied weight under its first name alone. (By the parameter: of parts that are empty on a rank the
+    storage says nothing.)"""
+    again = {
+        f"{prefix}.{name}" if prefix else name for prefix, part in plain_modules(module) for name in part._parameters
+    } - plain_parameters(module).keys()
+    return {name: tensor for name, tensor in plain_state(module).items() if name not in again}
+
+
 def weight_of(layer: Any) -> torch.Tensor:
     """The weight of a layer of the base model, looked for through peft's layers."""
     while hasattr(layer, "base_layer") or hasattr(layer, "original_module"):

@@ -131,7 +131,7 @@ class Jobs:
             adapter, rows = spec.get("adapter", ""), batches()
             first, second = ready(spec), ready(spec)
             train(first, adapter, rows[:4])
-            path = first.save(name, folder, adapter_name=adapter, save_optimizer=True)
+            path = first.save(name, folder, adapter_name=adapter, save_optimizer=True, **spec.get("save", {}))
             unbroken = train(first, adapter, rows[4:7])
             train(second, adapter, rows[7:9])
             second.resume_from_checkpoint(path, adapter_name=adapter)
@@ -147,7 +147,7 @@ class Jobs:
         for name, spec in jobs.items():
             adapter, built = spec.get("adapter", ""), ready(spec)
             built.resume_from_checkpoint(paths[name], adapter_name=adapter)
-            saved = built.save(f"{name}-again", folder, adapter_name=adapter, save_optimizer=True)
+            saved = built.save(f"{name}-again", folder, adapter_name=adapter, save_optimizer=True, **spec.get("save", {}))
             seen = train(built, adapter, batches()[4:7])
             found[name] = {"seen": seen, "weights": state(built, adapter), "path": saved}
         return found

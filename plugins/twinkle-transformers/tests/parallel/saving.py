@@ -1,0 +1,135 @@
+"""What each of several processes does with checkpoints of which each writes its part."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import torch
+from jobs import batches, ready, share, state, train
+from torch.distributed.checkpoint import HuggingFaceStorageWriter as Writer
+
+from twinkle_core.errors import CheckpointNotWritten, TwinkleError
+from twinkle_core.ops.sharded import local
+
+
+class Saving:
+    """Called in a process of its own."""
+
+    def open_window(self, rank, world_size, folder, jobs):
+        """A window of 3 is saved after 2 backwards and goes on, here and in a model that was made from the folder."""
+        found = {}
+        for name, spec in jobs.items():
+            adapter, first, second = spec.get("adapter", ""), ready(spec), ready(spec)
+            mesh, rows = first.engine.mesh, batches()
+            mine = [list(share(batch, mesh.data_rank, mesh.data_world_size)) for batch in rows]
+            for batch in mine[:5]:
+                first.forward_backward(batch, adapter_name=adapter, gradient_accumulation_steps=3)
+                first.clip_grad_and_step(0.5, adapter_name=adapter)
+            path = first.save(name, folder, adapter_name=adapter, save_optimizer=True)
+            second.resume_from_checkpoint(path, adapter_name=adapter)
+            found[name] = {"path": path}
+            for key, built in (("unbroken", first), ("resumed", second)):
+                found[name][key] = self.close(built, adapter, mine[5])
+        return found
+
+    def close(self, built, adapter, batch):
+        built.forward_backward(batch, adapter_name=adapter, gradient_accumulation_steps=3)
+        norm = built.clip_grad_and_step(0.5, adapter_name=adapter)
+        return {"norm": norm, "weights": state(built, adapter)}
+
+    def go_on(self, rank, world_size, paths, jobs):
+        """The open window of another mesh."""
+        found = {}
+        for name, spec in jobs.items():
+            adapter, built = spec.get("adapter", ""), ready(spec)
+            mesh = built.engine.mesh
+            built.resume_from_checkpoint(paths[name], adapter_name=adapter)
+            mine = list(share(batches()[5], mesh.data_rank, mesh.data_world_size))
+            found[name] = self.close(built, adapter, mine)
+        return found
+
+    def nothing_is_gathered(self, rank, world_size, folder):
+        """Save and resume while every way to a whole tensor is shut."""
+        spec = {"sizes": {"fsdp_size": world_size}, "optimizer": "adamw"}
+        built, other = ready(spec), ready(spec)
+        train(built, "", batches()[:2])
+
+        def shut(x):
+            raise AssertionError("a whole tensor was asked for")
+
+        cls = type(next(iter(built.get_state_dict().values())))
+        full = cls.full_tensor
+        cls.full_tensor = shut
+        try:
+            path = built.save("c", folder, save_optimizer=True, sharded=True)
+            other.resume_from_checkpoint(path)
+        finally:
+            cls.full_tensor = full
+        live = {k: local(v) for k, v in built.get_state_dict().items()}
+        own = sum(v.nbytes for k, v in live.items() if k != "lm_head.weight")
+        files = sorted(Path(path).glob("model-shards/*.safetensors"))
+        return {"own": own, "files": [p.stat().st_size for p in files], "same": same(state(built), state(other))}
+
+    def damaged(self, rank, world_size, path, spec):
+        """What resuming says, and whether anything has changed."""
+        built = ready(spec)
+        before = state(built)
+        try:
+            built.resume_from_checkpoint(path)
+        except TwinkleError as error:
+            return {"said": str(error), "kept": same(before, state(built)), "step": built.sessions[""].cur_step}
+        return {"said": "", "kept": False, "step": -1}
+
+    def disk_refuses(self, rank, world_size, folder):
+        """One rank's disk is full; and something stands in the way."""
+        built = ready({"sizes": {"fsdp_size": world_size}, "optimizer": "adamw"})
+        train(built, "", batches()[:1])
+        path = built.save("c", folder, save_optimizer=True, sharded=True)
+        before = sorted((str(p), p.stat().st_mtime_ns) for p in Path(path).rglob("*"))
+        said = []
+        write = Writer.write_data
+
+        def full(self, plan, planner):
+            if rank == 1:
+                raise OSError(28, "No space left on device")
+            return write(self, plan, planner)
+
+        Writer.write_data = full
+        try:
+            built.save("c", folder, save_optimizer=True, sharded=True)
+        except CheckpointNotWritten as error:
+            said.append(str(error))
+        Writer.write_data = write
+        if rank == 0:
+            (Path(folder) / "d").write_text("in the way")
+        try:
+            built.save("d", folder, save_optimizer=True, sharded=True)
+        except OSError as error:
+            said.append(str(error))
+        after = sorted((str(p), p.stat().st_mtime_ns) for p in Path(path).rglob("*"))
+        left = sorted(p.name for p in Path(folder).iterdir())
+        return {"said": said, "kept": before == after, "left": left, "again": built.save("e", folder, sharded=True)}
+
+    def killed(self, rank, world_size, folder):
+        """Rank 1 dies in the middle of writing over a checkpoint."""
+        built = ready({"sizes": {"fsdp_size": world_size}, "optimizer": "adamw"})
+        train(built, "", batches()[:1])
+        built.save("c", folder, save_optimizer=True, sharded=True)
+        train(built, "", batches()[1:2])
+        if rank == 1:
+
+            def die(self, plan, planner):
+                os.kill(os.getpid(), signal.SIGKILL)
+
+            Writer.write_data = die
+        else:
+            threading.Thread(target=lambda: (time.sleep(60), os._exit(3)), daemon=True).start()
+        built.save("c", folder, save_optimizer=True, sharded=True)
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
