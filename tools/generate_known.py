@@ -16,7 +16,6 @@ TARGET = ROOT / "twinkle_core" / "known.py"
 #: Named here until their distribution lies in plugins/: (kind, name) -> (class, distribution).
 PLANNED = {
     ("model", "multi_lora_megatron"): ("MultiLoraMegatronModel", "twinkle-multilora"),
-    ("runtime", "ray"): ("RayRuntime", "twinkle-ray"),
 }
 PLANNED_SINCE = "0.2.0"
 HEADER = '''"""Which distribution provides which first-party name (L0). Generated: python tools/generate_known.py

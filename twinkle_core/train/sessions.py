@@ -24,6 +24,7 @@ from twinkle_core.errors import (
     Unsupported,
     WhichAdapter,
 )
+from twinkle_core.runtime.dispatch import remote_function
 from twinkle_core.train.micro import of_rows
 from twinkle_core.train.prepare import Rows, as_rows
 from twinkle_core.train.session import Session
@@ -68,6 +69,7 @@ class Sessions:
         for name in adapters.names():
             self.sessions[name] = Session(name)
 
+    @remote_function(dispatch="all", collect="context")
     @contextlib.contextmanager
     def adapter(self, name: str, *, disable_lora: bool = False) -> Iterator[str]:
         """Inside, verbs without ``adapter_name`` mean this adapter. Of this thread alone; nests.
