@@ -139,6 +139,52 @@ entry(
     way="Let all ranks run one script, and none leave out a call because it has no rows.",
 )
 entry(e.AlreadyInitialized({"mode": "local", "seed": 1}, {"mode": "local", "seed": 2}))
+entry(e.NotInitialized("TransformersModel", "actor"))
+
+# ---------------------------------------------------------------------------------------------------- workers elsewhere
+
+entry(e.NoGroups("ray"), way="Say which workers there are, as the text shows.")
+entry(e.SameGroup("actor"))
+entry(e.UnknownGroup("actr", "actor", ["actor", "reference"]))
+entry(
+    e.GroupTooLarge(
+        "4 CPUs and 4 GPUs",
+        "the cluster has 32 CPUs and 2 GPUs",
+        "Give smaller groups, or connect to a larger cluster (RAY_ADDRESS)",
+    ),
+    why="The cluster can't hold the groups; or not now, because other jobs hold what they need.",
+)
+entry(e.GroupMesh("TransformersModel", 4, "actor", 2))
+entry(
+    e.WorkerDied(
+        "actor", 1, "node-7, process 4711", "forward_backward()", "The actor died unexpectedly before finishing this task."
+    ),
+    why="The process was killed (by hand, or because memory ran out), or its machine is gone.",
+)
+entry(
+    e.GroupEnded("actor", "worker 1 died during forward_backward()"),
+    why="A worker of the group died, or failed alone; the others were ended with it, since they work together.",
+)
+entry(
+    e.WorkerFailed("Odd: 1 and 2", "TypeError: Odd.__init__() missing 1 required positional argument: 'second'"),
+    why="An exception that can't be pickled.",
+    way="The worker's own traceback is in the note below it.",
+)
+entry(
+    e.NotRemote("this TransformersModel", "modul", None, ["forward_backward", "save", "step"]),
+    way="Call what is declared; or declare the method in a class of your own, with `@remote_function`.",
+)
+entry(e.NotCut("score", "int"))
+entry(e.BadDispatch("score", "[(1,)]", 2))
+entry(
+    e.NotCollected("score", "flatten", "TypeError: 'int' object is not iterable"),
+    way="Return what `collect` asks for, or declare another one.",
+)
+entry(
+    e.ElsewhereObject("this Dataset", "data"),
+    why="A proxy was an argument of a component on another group.",
+    way="Put both on one group.",
+)
 
 # ---------------------------------------------------------------------------------------------------- hubs and data
 

@@ -18,6 +18,7 @@ SOURCE = ROOT / "twinkle_core" / "errors"
 ROOMS = {
     "names": "Names and plugins",
     "meshes": "Meshes and runtimes",
+    "remote": "Workers elsewhere",
     "data": "Hubs and data",
     "templates": "Templates and processors",
     "training": "Training",

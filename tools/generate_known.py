@@ -13,11 +13,6 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 TARGET = ROOT / "twinkle_core" / "known.py"
-#: Named here until their distribution lies in plugins/: (kind, name) -> (class, distribution).
-PLANNED = {
-    ("runtime", "ray"): ("RayRuntime", "twinkle-ray"),
-}
-PLANNED_SINCE = "0.2.0"
 HEADER = '''"""Which distribution provides which first-party name (L0). Generated: python tools/generate_known.py
 
 So a name whose distribution is not installed is answered with what to install.
@@ -45,7 +40,7 @@ def collect(root: Path = ROOT) -> dict[tuple[str, str], tuple[str, str, str]]:
     finally:
         sys.path.remove(str(root))
     before = load(TARGET).KNOWN if TARGET.exists() else {}
-    known = {key: (cls, dist, PLANNED_SINCE) for key, (cls, dist) in PLANNED.items()}
+    known: dict[tuple[str, str], tuple[str, str, str]] = {}
     for project in [root / "pyproject.toml", *sorted((root / "plugins").glob("*/pyproject.toml"))]:
         data = tomllib.loads(project.read_text(encoding="utf-8"))["project"]
         for group, entries in data.get("entry-points", {}).items():

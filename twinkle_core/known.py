@@ -68,7 +68,7 @@ KNOWN = {
     ("preprocessor", "triplet"): ("TripletProcessor", "twinkle-core", "0.1.0"),
     ("processor", "input"): ("InputProcessor", "twinkle-core", "0.1.0"),
     ("runtime", "local"): ("LocalRuntime", "twinkle-core", "0.1.0"),
-    ("runtime", "ray"): ("RayRuntime", "twinkle-ray", "0.2.0"),
+    ("runtime", "ray"): ("RayRuntime", "twinkle-ray", "0.1.0"),
     ("scheduler", "chained_scheduler"): ("ChainedScheduler", "twinkle-core", "0.1.0"),
     ("scheduler", "constant"): ("Constant", "twinkle-core", "0.1.0"),
     ("scheduler", "constant_lr"): ("ConstantLR", "twinkle-core", "0.1.0"),

@@ -172,16 +172,29 @@ class DeviceMesh:
 
 @dataclass(frozen=True)
 class DeviceGroup:
-    """A named group of workers. ``ranks``: how many, or which."""
+    """A named group of workers.
+
+    Args:
+        name: what ``remote_group=`` calls it.
+        ranks: how many workers, which have devices of their own; or a list of places, which groups that name the same share.
+        device_type: ``GPU``, ``CPU``, or what else the runtime counts (``NPU``).
+        gpus_per_worker: devices of a worker; without effect on CPUs.
+        cpus_per_worker: CPU cores that a worker is given.
+    """
 
     name: str
     ranks: int | Sequence[int]
     device_type: str = "GPU"
     gpus_per_worker: int = 1
+    cpus_per_worker: int = 1
 
     def __post_init__(self) -> None:
         if not self.name:
             raise BadMesh.group("name", self.name, "give it a name")
+        for field_name in ("gpus_per_worker", "cpus_per_worker"):
+            size = getattr(self, field_name)
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                raise BadMesh.group(field_name, size, "a whole number from 1 up")
         members = self.members
         if not members or min(members) < 0 or len(set(members)) != len(members):
             raise BadMesh.group("ranks", self.ranks, "a positive number, or a list of different ranks")

@@ -148,6 +148,12 @@ class Plugins:
                 stack.callback(self.unregister, name)
             yield
 
+    def tell(self, hook: str, arguments: Mapping[str, Any]) -> None:
+        """Call a hook for the objects of this process that listen. (Installed modules were told where it happened.)"""
+        for impl in reversed(getattr(self.hooks(), hook).get_hookimpls()):  # pluggy calls who came last first
+            if impl.plugin_name in self._own:
+                impl.function(*(arguments[name] for name in impl.argnames))
+
     def components(self, kind: str) -> list[Entry]:
         """What the hook ``twinkle_components`` gives for a kind, with who gave it."""
         found = []
@@ -284,4 +290,5 @@ set_aside = _PROCESS.set_aside
 register = _PROCESS.register
 unregister = _PROCESS.unregister
 listening = _PROCESS.listening
+tell = _PROCESS.tell
 components = _PROCESS.components

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -142,9 +142,27 @@ def rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
-def become_rank(rank: int, world_size: int) -> None:
-    """Set RANK, LOCAL_RANK and WORLD_SIZE as torchrun would, for a process that was started to be one of several."""
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
+def become_rank(rank: int, world_size: int, *, local_rank: int | None = None, master: tuple[str, int] | None = None) -> None:
+    """Set RANK, LOCAL_RANK and WORLD_SIZE as torchrun would, for a process that was started to be one of several.
+
+    Args:
+        local_rank: which of the devices it sees is its own; default as ``rank``.
+        master: address and port where the ranks meet (MASTER_ADDR, MASTER_PORT).
+    """
+    own = rank if local_rank is None else local_rank
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(own), "WORLD_SIZE": str(world_size)}
+    if master is not None:
+        os.environ |= {"MASTER_ADDR": master[0], "MASTER_PORT": str(master[1])}
+
+
+def travelling() -> dict[str, str]:
+    """The variables that a process elsewhere needs to decide as this one does: twinkle's, and whether hubs are asked."""
+    return {name: value for name, value in os.environ.items() if name.startswith(("TWINKLE_", "HF_", "MODELSCOPE_"))}
+
+
+def adopt(variables: Mapping[str, str]) -> None:
+    """Take over what ``travelling`` gave elsewhere."""
+    os.environ |= variables
 
 
 def wait_passively() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
-from twinkle_core.known import FIRST_PARTY, KNOWN
+from twinkle_core.known import KNOWN
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -30,12 +30,5 @@ def test_a_new_entry_makes_it_stale(tmp_path):
     known = made.collect(tmp_path)
     assert known["loss", "new"] == ("NewLoss", "twinkle-core", "0.7")
     assert known["loss", "mse"] == ("MSELoss", "twinkle-core", KNOWN["loss", "mse"][2])  # known before: since stays
-    assert set(known) == set(made.PLANNED) | {("loss", "new"), ("loss", "mse")}
+    assert set(known) == {("loss", "new"), ("loss", "mse")}
     assert "NewLoss" in made.text(known)
-
-
-def test_planned_names_give_way_to_the_tree():
-    made = generator()
-    for key, (cls, dist) in made.PLANNED.items():
-        assert KNOWN[key][:2] == (cls, dist)
-        assert dist in FIRST_PARTY

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from twinkle_core.errors import Unsupported
 from twinkle_core.runtime.dispatch import remote_function
 from twinkle_core.types import InputFeature, ModelOutput, Trajectory
 
@@ -57,7 +58,7 @@ class TwinkleModel(ABC):
     ) -> ModelOutput:
         """Inference mode: no graph, no dropout; training flags are put back. Micro-batches are joined in row order."""
 
-    @remote_function(dispatch="all", collect="loss")
+    @remote_function(dispatch="along", collect="loss")
     @abstractmethod
     def calculate_loss(self, *, adapter_name: str | None = None, **loss_args: Any) -> float:
         """The loss (mean per item) of this adapter's last training forward; of its last ``forward_only`` if there is none."""
@@ -226,7 +227,7 @@ class TwinkleModel(ABC):
     def get_train_configs(self, *, adapter_name: str | None = None) -> str:
         """A table to print: model, parameters, mesh, precision, loss, optimizer, scheduler, template, metrics, plugins."""
 
-    @remote_function(dispatch="slice_dp", collect="flatten")
+    @remote_function(dispatch="slice_dp", collect="flatten", cut_beside=False)
     @abstractmethod
     def generate(
         self,
@@ -238,6 +239,26 @@ class TwinkleModel(ABC):
         **kwargs: Any,
     ) -> list[Any]:
         """Completions: one text for each row, or with ``return_rows`` prompt and completion as a row to train on."""
+
+    # ------------------------------------------------------------------------------------------------ asked by runtimes
+
+    @remote_function(dispatch="all", execute="first", collect="first")
+    def grouping(self, *, adapter_name: str | None = None) -> Callable[[Sequence[InputFeature]], Sequence[int]] | None:
+        """How to find which rows belong together, for who divides a batch over data ranks: from rows to the sizes of
+        consecutive groups, as a loss's ``groups``. None: each row is by itself."""
+        return None
+
+    def share(self, collect: str, answer: Any, *, adapter_name: str | None = None) -> Any:
+        """What a verb has just answered on this data rank, in a form that is exact when those of several are brought together.
+
+        Args:
+            collect: ``loss``: as (sum, weight) of this rank's items, two floats; ``rows``: as ``runtime.calls.Rows``.
+            answer: what the verb returned here.
+
+        Raises:
+            Unsupported: the model can't be trained through a remote runtime.
+        """
+        raise Unsupported("share", type(self).__name__, "a model that derives from SessionModel")
 
 
 LossCallable = Callable[..., Any]

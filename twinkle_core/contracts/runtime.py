@@ -13,13 +13,24 @@ if TYPE_CHECKING:
 class Runtime(ABC):
     """Where components live: this process (``local``), or workers elsewhere (``ray``, by twinkle-ray)."""
 
-    @abstractmethod
-    def start(self, *, nproc_per_node: int | None, groups: Sequence[DeviceGroup], mesh: DeviceMesh | None) -> None:
-        """Begin. Called once by ``initialize``."""
+    #: whether this process is itself a rank of the meshes that its components are given, and so has a share of the rows
+    takes_part = True
 
     @abstractmethod
-    def create(self, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any], remote_group: str | None) -> Any:
-        """An instance of ``cls``, or a proxy of one."""
+    def start(
+        self,
+        *,
+        nproc_per_node: int | None,
+        groups: Sequence[DeviceGroup],
+        mesh: DeviceMesh | None,
+        seed: int,
+        full_determinism: bool,
+    ) -> None:
+        """Begin. Called once by ``initialize``, which seeds this process itself."""
+
+    @abstractmethod
+    def create(self, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any], remote_group: str) -> Any:
+        """A proxy of an instance of ``cls`` on that group's workers; None: it is to be constructed here."""
 
     @abstractmethod
     def placement(self) -> str:

@@ -9,13 +9,19 @@ from typing import TYPE_CHECKING, Any
 from twinkle_core.data.groups import flat
 from twinkle_core.data.sampler import BatchRule, epoch_order, share
 from twinkle_core.errors import DataError
+from twinkle_core.runtime.dispatch import remote_class, remote_function
+from twinkle_core.runtime.local import current_runtime
 
 if TYPE_CHECKING:
     from twinkle_core.mesh import DeviceMesh
 
 
+@remote_class(execute="first")
 class DataLoader:
     """Yields lists of rows: this data rank's share of each global batch.
+
+    Where models live on workers elsewhere, the process that drives them is no rank: its loader, or one on workers
+    (``remote_group=``), yields global batches, which the model's verbs divide.
 
     Items that are groups (a pair of answers) give their rows one after the other, ``chosen, rejected, chosen, …``; sizes and
     positions count items.
@@ -55,8 +61,9 @@ class DataLoader:
         num_workers: int = 0,
         drop_last: bool = False,
     ) -> None:
-        self._rank = 0 if device_mesh is None else device_mesh.data_rank
-        self._world_size = 1 if device_mesh is None else device_mesh.data_world_size
+        mesh = device_mesh if current_runtime().takes_part else None
+        self._rank = 0 if mesh is None else mesh.data_rank
+        self._world_size = 1 if mesh is None else mesh.data_world_size
         _whole("batch_size", batch_size, 1)
         _whole("num_workers", num_workers, 0)
         if batch_size < self._world_size:
@@ -86,6 +93,7 @@ class DataLoader:
         self._fresh = True  # the next iterator starts at the position, not at the epoch after it
         self._reader: object = None  # the newest iterator
 
+    @remote_function(dispatch="all", collect="first")
     def __len__(self) -> int:
         """Batches of a whole epoch (an iteration that resumes within one gives fewer)."""
         if self._size is None:
@@ -93,14 +101,17 @@ class DataLoader:
         return self._rule.count(self._size)
 
     @property
+    @remote_function(dispatch="all", collect="first")
     def epoch(self) -> int:
         """The epoch of the position, from 0; exactly at the end of one it is the next."""
         return 0 if not self._size else self._position // self._size
 
+    @remote_function(dispatch="all", collect="first")
     def get_state(self) -> dict[str, int]:
         """``{"consumed_train_samples": global samples passed since the first epoch}``; see the class for what counts."""
         return {"consumed_train_samples": self._position}
 
+    @remote_function(dispatch="all", collect="first")
     def resume_from_checkpoint(self, consumed_train_samples: int) -> None:
         """Go to a position: the next ``iter()`` begins there, once; the epochs after it are whole.
 
@@ -110,6 +121,7 @@ class DataLoader:
         _whole("consumed_train_samples", consumed_train_samples, 0)
         self._position, self._fresh, self._reader = consumed_train_samples, True, None
 
+    @remote_function(dispatch="all", collect="first")
     def __iter__(self) -> Iterator[list[Any]]:
         reader = self._reader = object()
         if self._size is None:

@@ -14,6 +14,7 @@ from twinkle_core.data import groups, sources, store
 from twinkle_core.data.sources import DatasetMeta
 from twinkle_core.errors import DataError, TwinkleError
 from twinkle_core.log import get_logger
+from twinkle_core.runtime.dispatch import remote_class, remote_function
 
 if TYPE_CHECKING:
     import datasets
@@ -25,6 +26,7 @@ Row = store.Row
 Work = Callable[[Row, int], "list[Mapping[str, Any]]"]
 
 
+@remote_class(execute="first")
 class Dataset:
     """Rows in memory or memory-mapped, in one or several parts.
 
@@ -53,6 +55,7 @@ class Dataset:
 
     # ------------------------------------------------------------------------------------------------ parts
 
+    @remote_function(dispatch="all", collect="first")
     def add_dataset(self, meta: DatasetMeta | str | Path | Iterable[Mapping[str, Any]]) -> None:
         """Load another set after those there are. ``map(…, dataset_meta=meta)`` treats it alone."""
         if self._encoded:
@@ -60,6 +63,7 @@ class Dataset:
         meta = DatasetMeta.of(meta)
         self._replace([*self._parts, sources.load(meta)], [*self._metas, meta])
 
+    @remote_function(dispatch="all", collect="first")
     def mix_dataset(self, interleave: bool = True) -> None:
         """Make one set of all parts; every row is kept, none is repeated.
 
@@ -93,6 +97,7 @@ class Dataset:
 
     # ------------------------------------------------------------------------------------------------ rows to rows
 
+    @remote_function(dispatch="all", collect="first")
     def map(
         self,
         preprocessor: Callable[[Row], Any] | str | type,
@@ -118,6 +123,7 @@ class Dataset:
         self._run(work, name, num_proc, dataset_meta)
         return self
 
+    @remote_function(dispatch="all", collect="first")
     def filter(
         self, function: Callable[[Row], bool], *, num_proc: int | None = None, dataset_meta: DatasetMeta | None = None
     ) -> Dataset:
@@ -143,10 +149,12 @@ class Dataset:
 
     # ------------------------------------------------------------------------------------------------ encoding
 
+    @remote_function(dispatch="all", collect="first")
     def set_template(self, template_cls: Template | type[Template] | str, **kwargs: Any) -> None:
         """Which template encodes: an object, a class or a name; ``kwargs`` are its constructor's."""
         self.template = registry.build("template", template_cls, kwargs, contract=Template)
 
+    @remote_function(dispatch="all", collect="first")
     def encode(self, num_proc: int | None = None) -> Dataset:
         """Conversations to rows of token ids and aligned labels. Of a group (``{"positive", "negative"}``: see
         ``twinkle_core.data.groups``) each member is encoded, and it stays one row of the set.
@@ -168,6 +176,7 @@ class Dataset:
         self._encoded = True
         return self
 
+    @remote_function(dispatch="all", collect="first")
     def check(self) -> dict[int, str]:
         """Which rows the template would refuse, and why."""
         template = self._needs_template()
@@ -181,6 +190,7 @@ class Dataset:
 
     # ------------------------------------------------------------------------------------------------ reading and writing
 
+    @remote_function(dispatch="all", collect="first")
     def __len__(self) -> int:
         return sum(len(part) for part in self._parts)
 
@@ -190,6 +200,7 @@ class Dataset:
     @overload
     def __getitem__(self, index: slice) -> list[Row]: ...
 
+    @remote_function(dispatch="all", collect="first")
     def __getitem__(self, index: int | slice) -> Row | list[Row]:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
@@ -200,9 +211,11 @@ class Dataset:
     def _row(self, index: int) -> Row:
         return store.read(self._table(), index)
 
+    @remote_function(dispatch="all", collect="first")
     def __iter__(self) -> Iterator[Row]:
         return iter(store.read_all(self._table()))
 
+    @remote_function(dispatch="all", collect="first")
     def save_as(self, path: str | Path) -> Path:
         """Write the rows: ``*.jsonl`` or ``*.json`` as text, ``*.parquet``, anything else as a folder.
 

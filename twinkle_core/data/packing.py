@@ -9,6 +9,7 @@ from typing import Any
 from twinkle_core.data.dataset import Dataset, DatasetMeta, Row
 from twinkle_core.data.groups import is_group
 from twinkle_core.errors import DataError
+from twinkle_core.runtime.dispatch import remote_class
 from twinkle_core.types import MEDIA_FIELDS
 
 
@@ -44,6 +45,7 @@ def _length(index: int, row: Row, capacity: int) -> int:
     return length
 
 
+@remote_class(execute="first")
 class PackingDataset(Dataset):
     """Encodes, and puts the rows into packs of at most ``max_length`` tokens, for ``InputProcessor(padding_free=True)``.
 

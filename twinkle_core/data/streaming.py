@@ -14,8 +14,10 @@ from twinkle_core.data.dataset import Row, Work, encoded_row, filtering, mapping
 from twinkle_core.data.sources import DatasetMeta
 from twinkle_core.errors import DataError
 from twinkle_core.log import get_logger
+from twinkle_core.runtime.dispatch import remote_class, remote_function
 
 
+@remote_class(execute="first")
 class IterableDataset:
     """A stream of rows: what ``map``, ``filter`` and ``encode`` ask for is done when a row is read. Each ``iter()`` starts
     anew.
@@ -37,6 +39,7 @@ class IterableDataset:
         self._encoded = False
         self.add_dataset(meta)
 
+    @remote_function(dispatch="all", collect="first")
     def add_dataset(self, meta: DatasetMeta | str | Path | Iterable[Mapping[str, Any]]) -> None:
         """Another stream after those there are."""
         if self._encoded:
@@ -45,15 +48,18 @@ class IterableDataset:
         sources.check_stream(meta)
         self._parts.append((meta, []))
 
+    @remote_function(dispatch="all", collect="first")
     def mix_dataset(self, interleave: bool = True) -> None:
         """Take a row of each stream in turn while it lasts; False: one stream after the other."""
         store.check_flag("interleave", interleave)
         self._interleave = interleave
 
+    @remote_function(dispatch="all", collect="first")
     def set_template(self, template_cls: Template | type[Template] | str, **kwargs: Any) -> None:
         """As ``Dataset.set_template``."""
         self.template = registry.build("template", template_cls, kwargs, contract=Template)
 
+    @remote_function(dispatch="all", collect="first")
     def map(
         self,
         preprocessor: Callable[[Row], Any] | str | type,
@@ -67,11 +73,13 @@ class IterableDataset:
         name, work = mapping(preprocessor, kwargs)
         return self._then(name, work, dataset_meta)
 
+    @remote_function(dispatch="all", collect="first")
     def filter(self, function: Callable[[Row], bool], *, dataset_meta: DatasetMeta | None = None) -> IterableDataset:
         """As ``Dataset.filter``, when a row is read."""
         name, work = filtering(function)
         return self._then(name, work, dataset_meta)
 
+    @remote_function(dispatch="all", collect="first")
     def encode(self) -> IterableDataset:
         """As ``Dataset.encode``, when a row is read."""
         if self._encoded:
@@ -90,6 +98,7 @@ class IterableDataset:
             steps.append((name, work))
         return self
 
+    @remote_function(dispatch="all", collect="first")
     def __iter__(self) -> Iterator[Row]:
         dropped: dict[str, int] = {}
         streams = [_through(sources.stream(meta), steps, dropped) for meta, steps in self._parts]

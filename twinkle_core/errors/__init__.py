@@ -74,6 +74,7 @@ from twinkle_core.errors.data import Unreachable as Unreachable
 from twinkle_core.errors.meshes import AlreadyInitialized as AlreadyInitialized
 from twinkle_core.errors.meshes import BadMesh as BadMesh
 from twinkle_core.errors.meshes import FailedElsewhere as FailedElsewhere
+from twinkle_core.errors.meshes import NotInitialized as NotInitialized
 from twinkle_core.errors.meshes import RankFailed as RankFailed
 from twinkle_core.errors.meshes import RanksApart as RanksApart
 from twinkle_core.errors.names import AlreadyBuilt as AlreadyBuilt
@@ -99,6 +100,19 @@ from twinkle_core.errors.names import UnknownKind as UnknownKind
 from twinkle_core.errors.names import UnknownName as UnknownName
 from twinkle_core.errors.names import WorkerMismatch as WorkerMismatch
 from twinkle_core.errors.names import WrongArgument as WrongArgument
+from twinkle_core.errors.remote import BadDispatch as BadDispatch
+from twinkle_core.errors.remote import ElsewhereObject as ElsewhereObject
+from twinkle_core.errors.remote import GroupEnded as GroupEnded
+from twinkle_core.errors.remote import GroupMesh as GroupMesh
+from twinkle_core.errors.remote import GroupTooLarge as GroupTooLarge
+from twinkle_core.errors.remote import NoGroups as NoGroups
+from twinkle_core.errors.remote import NotCollected as NotCollected
+from twinkle_core.errors.remote import NotCut as NotCut
+from twinkle_core.errors.remote import NotRemote as NotRemote
+from twinkle_core.errors.remote import SameGroup as SameGroup
+from twinkle_core.errors.remote import UnknownGroup as UnknownGroup
+from twinkle_core.errors.remote import WorkerDied as WorkerDied
+from twinkle_core.errors.remote import WorkerFailed as WorkerFailed
 from twinkle_core.errors.templates import BadCompletion as BadCompletion
 from twinkle_core.errors.templates import BadMedia as BadMedia
 from twinkle_core.errors.templates import BadRow as BadRow

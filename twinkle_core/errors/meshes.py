@@ -74,3 +74,14 @@ class AlreadyInitialized(TwinkleError, RuntimeError):
         different = [name for name in second if first.get(name) != second[name]]
         lines = "".join(f"\n    {name}: {first.get(name)!r} before, {second[name]!r} now" for name in different)
         super().__init__(f"twinkle.initialize was already called with other arguments:{lines}\n    Call it once, at the start.")
+
+
+class NotInitialized(TwinkleError, RuntimeError):
+    """``remote_group`` where nobody has said what that is."""
+
+    def __init__(self, owner: str, group: str) -> None:
+        super().__init__(
+            f"{owner}(remote_group={group!r}): there are no groups yet.\n"
+            f"    Call twinkle.initialize(mode='ray', groups=[DeviceGroup({group!r}, ...)]) first;\n"
+            f"    to run in this process, leave remote_group out, or call twinkle.initialize(), where it has no effect"
+        )

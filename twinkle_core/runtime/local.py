@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from twinkle_core import settings
 from twinkle_core.contracts.runtime import Runtime
-from twinkle_core.errors import AlreadyInitialized
+from twinkle_core.errors import AlreadyInitialized, NotInitialized
 
 if TYPE_CHECKING:
     from twinkle_core.mesh import DeviceGroup, DeviceMesh
@@ -21,13 +21,20 @@ class LocalRuntime(Runtime):
         self.mesh: DeviceMesh | None = None
         self.groups: Sequence[DeviceGroup] = ()
 
-    def start(self, *, nproc_per_node: int | None, groups: Sequence[DeviceGroup], mesh: DeviceMesh | None) -> None:
+    def start(
+        self,
+        *,
+        nproc_per_node: int | None,
+        groups: Sequence[DeviceGroup],
+        mesh: DeviceMesh | None,
+        seed: int,
+        full_determinism: bool,
+    ) -> None:
         """Remember the mesh; torchrun has already started the processes."""
         self.groups, self.mesh = groups, mesh
 
-    def create(self, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any], remote_group: str | None) -> Any:
-        """The instance itself, here."""
-        return cls(*args, **kwargs)
+    def create(self, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any], remote_group: str) -> None:
+        """Always here."""
 
     def placement(self) -> str:
         """This process and the mesh."""
@@ -70,7 +77,8 @@ def initialize(
         lazy_collect: a runtime may delay the collecting of results until they are read.
 
     Raises:
-        AlreadyInitialized: called before with other arguments; shows both.
+        AlreadyInitialized: called before with other arguments; shows both. NotInstalled, NeedsLibrary: the runtime is not here.
+        What the runtime raises where it can't begin: nothing is chosen then.
     """
     arguments: dict[str, object] = {
         "mode": mode,
@@ -88,7 +96,13 @@ def initialize(
     from twinkle_core import registry
 
     runtime = registry.build("runtime", mode, {}, contract=Runtime)
-    runtime.start(nproc_per_node=nproc_per_node, groups=groups or (), mesh=global_device_mesh)
+    runtime.start(
+        nproc_per_node=nproc_per_node,
+        groups=groups or (),
+        mesh=global_device_mesh,
+        seed=seed,
+        full_determinism=full_determinism,
+    )
     seed_everything(seed, full_determinism)
     _state.runtime, _state.arguments = runtime, arguments
 
@@ -119,3 +133,20 @@ def current_runtime() -> Runtime:
 def get_device_placement() -> str:
     """Who sits where, as a drawing."""
     return _state.runtime.placement()
+
+
+def place(cls: type, args: tuple[Any, ...], kwargs: dict[str, Any], remote_group: str) -> Any:
+    """What stands for a new instance of a class on a group's workers; None: it is to be constructed here.
+
+    Raises:
+        NotInitialized: nobody has said what the group is. What the runtime raises.
+    """
+    if _state.arguments is None and settings.world_size() == 1:
+        raise NotInitialized(cls.__name__, remote_group)
+    return _state.runtime.create(cls, args, kwargs, remote_group)
+
+
+def shutdown() -> None:
+    """End what ``initialize`` began, as the end of the process does. Afterwards it may be called anew."""
+    _state.runtime.shutdown()
+    _state.runtime, _state.arguments = LocalRuntime(), None

@@ -153,6 +153,7 @@ class ForwardVerbs(Running, GenerateVerb):
         for part in waiting:
             assert part.loss is not None
             total, weight = total + float(part.loss.sum.detach()), weight + float(part.loss.weight)
+        session.last_sums = total, weight
         return total / weight if weight else total
 
     @one_at_a_time

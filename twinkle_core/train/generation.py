@@ -10,7 +10,7 @@ from twinkle_core.contracts.engine import GENERATE
 from twinkle_core.contracts.model import Inputs
 from twinkle_core.errors import EmptyBatch, NoTemplate, Unsupported
 from twinkle_core.train import micro
-from twinkle_core.train.prepare import completed, count_rows
+from twinkle_core.train.prepare import completed, count_rows, dummy_row
 from twinkle_core.train.sessions import Sessions, one_at_a_time
 
 
@@ -55,10 +55,11 @@ class GenerateVerb(Sessions):
         prompts = self._encode(session, inputs, add_generation_prompt=True)
         if isinstance(prompts, Mapping):
             prompts = [micro.cut_batch(prompts, range(i, i + 1)) for i in range(count_rows(prompts))]
-        if not prompts:
+        count = len(prompts)
+        if not count and self.engine.mesh.data_world_size == 1:
             raise EmptyBatch
         with self.adapters.activate(self._active(session, disable_lora)):
-            made = self.engine.generate(prompts, **kwargs)
+            made = self.engine.generate(prompts or [dummy_row()], **kwargs)[:count]  # a rank without rows takes part
         if return_rows:
             return [completed(prompt, ids) for prompt, ids in zip(prompts, made, strict=True)]
         return list(template.batch_decode(made))

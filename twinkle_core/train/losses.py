@@ -68,6 +68,13 @@ class FunctionLoss(Loss):
         return result  # type: ignore[no-any-return]  # checked where it is called
 
 
+def grouping(loss: Loss) -> Callable[[Any], list[int]] | None:
+    """How a loss finds which rows belong together; None: to it each is by itself."""
+    if type(loss) is FunctionLoss:
+        return getattr(loss.function, "groups", None)
+    return None if type(loss).groups is Loss.groups else loss.groups
+
+
 class _Asked(ModelOutput):
     """An output as a loss sees it: a copy, which remembers what was read."""
 

@@ -177,5 +177,6 @@ class Running(Sessions):
             weight += part.weight
         total, weight = self.engine.from_last_stage(torch.stack([total, weight])).unbind()
         session.window.add(weight)
+        session.last_sums = total, weight
         session.last_loss = normalise.mean(total, weight)
         return session.last_loss  # type: ignore[no-any-return]

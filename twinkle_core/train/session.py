@@ -54,3 +54,4 @@ class Session:
     consumed_train_samples: int = 0
     skipped_steps: int = 0  # windows without an update: no labelled item, or gradients that were not finite
     last_loss: Any = None  # mean of the last backward, detached; for error texts
+    last_sums: tuple[Any, Any] = (0.0, 0.0)  # sum and weight of the loss that was last given to the caller

@@ -24,6 +24,7 @@ from twinkle_core.errors import (
     Unsupported,
     WhichAdapter,
 )
+from twinkle_core.runtime.dispatch import remote_function
 from twinkle_core.train.micro import of_rows
 from twinkle_core.train.prepare import Rows, as_rows
 from twinkle_core.train.session import Session
@@ -79,6 +80,7 @@ class Sessions:
         chosen = [name for model, name, _ in _CHOSEN.get() if model == id(self)]
         return chosen[-1] if chosen else None
 
+    @remote_function(dispatch="all", collect="context")
     @contextlib.contextmanager
     def adapter(self, name: str, *, disable_lora: bool = False) -> Iterator[str]:
         """Inside, verbs without ``adapter_name`` mean this adapter. Of this thread alone; nests.

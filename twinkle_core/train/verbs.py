@@ -8,6 +8,10 @@ from typing import Any
 
 from twinkle_core import plugins
 from twinkle_core.contracts.model import TwinkleModel
+from twinkle_core.runtime.calls import Rows
+from twinkle_core.runtime.dispatch import remote_class
+from twinkle_core.runtime.proxy import Remote
+from twinkle_core.train import losses, micro
 from twinkle_core.train.setup import SetupVerbs
 from twinkle_core.train.storage import StorageVerbs
 from twinkle_core.train.update import UpdateVerbs
@@ -18,7 +22,8 @@ class Announced(ABCMeta):
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         model = super().__call__(*args, **kwargs)
-        plugins.hooks().twinkle_model_created(model=model)
+        if not isinstance(model, Remote):  # a proxy's model is announced where it lives
+            plugins.hooks().twinkle_model_created(model=model)
         return model
 
     @property
@@ -28,6 +33,7 @@ class Announced(ABCMeta):
         return whole.replace(parameters=list(whole.parameters.values())[1:])  # type: ignore[no-any-return]
 
 
+@remote_class(execute="all")
 class SessionModel(UpdateVerbs, SetupVerbs, StorageVerbs, TwinkleModel, metaclass=Announced):
     """A model over an engine (how to compute) and a store (whose weights). A backend derives from it and adds a constructor.
 
@@ -42,3 +48,17 @@ class SessionModel(UpdateVerbs, SetupVerbs, StorageVerbs, TwinkleModel, metaclas
     def module(self) -> Any:
         """The torch network that it computes with: what a patch reaches."""
         return self.engine.module
+
+    def grouping(self, *, adapter_name: str | None = None) -> Any:
+        """The ``groups`` of the session's loss, where it has some."""
+        return losses.grouping(self._loss(self._session(adapter_name)))
+
+    def share(self, collect: str, answer: Any, *, adapter_name: str | None = None) -> Any:
+        """A loss as (sum, weight) of this rank; an output with how its rows lie."""
+        session = self._session(adapter_name)
+        if collect == "loss":
+            total, weight = session.last_sums
+            return float(total), float(weight)
+        waiting = session.pending.get(False) or session.pending.get(True) or []
+        packed = any(micro.is_packed(part.batch.inputs) for part in waiting)
+        return Rows(answer, packed, self._pads_left(session))

@@ -192,7 +192,6 @@ def test_accepted_without_effect_in_one_process(tiny):
         ddp_config={"bucket_cap_mb": 1},
         fsdp_config={"reshard_after_forward": True},
         memory_efficient_init=True,
-        remote_group="actor",
     )
     assert m.module.device.type == "cpu"
     assert "native_fsdp" in m.get_train_configs()

@@ -29,16 +29,19 @@ class MultiLora:
         self._model, self._pool = model, pool
 
     @property
+    @remote_function(dispatch="all", execute="first", collect="first")
     def max_loras(self) -> int:
         """How many tenants there may be at once."""
         return len(self._pool.slots)
 
     @property
+    @remote_function(dispatch="all", execute="first", collect="first")
     def max_r(self) -> int:
         """The highest rank of a tenant."""
         return self._pool.max_r
 
     @property
+    @remote_function(dispatch="all", execute="first", collect="first")
     def free(self) -> int:
         """How many slots nobody holds."""
         return self._pool.free
@@ -76,6 +79,7 @@ class MultiLora:
         """
         self._model.remove_adapter(name)
 
+    @remote_function(dispatch="all", collect="context")
     @contextmanager
     def adapter(self, name: str, disable_lora: bool = False) -> Iterator[str]:
         """Inside, verbs of this thread that name no adapter mean this tenant. Gives the name of its slot.

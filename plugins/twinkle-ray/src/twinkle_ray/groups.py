@@ -1,0 +1,169 @@
+"""A group of workers: how they are called together, and what becomes of them when one fails or dies."""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+from ray import cloudpickle
+from ray.exceptions import RayActorError, RayError, RayTaskError
+
+from twinkle_core.errors import GroupEnded, WorkerDied
+from twinkle_core.runtime.calls import Answer, Call, Held
+from twinkle_core.runtime.proxy import Home
+from twinkle_ray.worker import Place, here
+
+#: seconds that workers have, at least, to answer a call once another has failed in it; then they wait for that one in vain
+PATIENCE = 10.0
+#: and once another has died
+GRACE = 2.0
+#: bytes of a call above which all workers of a machine read one copy
+LARGE = 100_000
+
+
+class Group:
+    """Workers that act together: each call goes to all of them, in one order.
+
+    Args:
+        name: as the user calls it.
+        token: unlike that of any other group.
+        actors: in order of rank.
+    """
+
+    def __init__(self, name: str, token: str, actors: Sequence[Any]) -> None:
+        self.name, self.token, self.actors = name, token, list(actors)
+        self.places: list[Place | None] = [None] * len(self.actors)
+        self.ended: str | None = None
+        self._lock = threading.RLock()  # an object that is collected while a call is sent is let go of by the same thread
+
+    def __len__(self) -> int:
+        return len(self.actors)
+
+    def ask(self, method: str, arguments: Sequence[tuple[Any, ...]], doing: str) -> list[Any]:
+        """Call a method of the first workers, one for each tuple of arguments, and wait for all.
+
+        Args:
+            doing: what it is about, for errors.
+
+        Raises:
+            WorkerDied, GroupEnded; what a worker raised, as its own type, with the worker's traceback as a note. Unless all of
+            them failed, the group is ended: its workers have gone different ways.
+        """
+        with self._lock:
+            if self.ended is not None:
+                raise GroupEnded(self.name, self.ended)
+            sent = [getattr(actor, method).remote(*own) for actor, own in zip(self.actors, arguments, strict=False)]
+        return self._await(sent, doing)
+
+    def tell(self, method: str, ranks: Sequence[int], *arguments: Any) -> None:
+        """Call a method of some workers without waiting."""
+        if self.ended is None and ray.is_initialized():
+            with self._lock:
+                for rank in ranks:
+                    getattr(self.actors[rank], method).remote(*arguments)
+
+    def end(self, why: str) -> None:
+        """End all workers at once."""
+        if self.ended is None:
+            self.ended = why
+            for actor in self.actors if ray.is_initialized() else ():
+                ray.kill(actor, no_restart=True)
+
+    def _await(self, sent: list[Any], doing: str) -> list[Any]:
+        rank_of = {ref: rank for rank, ref in enumerate(sent)}
+        found: dict[int, Any] = {}
+        failed: dict[int, Answer] = {}
+        died: dict[int, BaseException] = {}
+        begun, deadline, waiting = time.monotonic(), None, list(sent)
+        while waiting:
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            done, waiting = ray.wait(waiting, num_returns=1, timeout=left)
+            if not done:
+                break
+            rank = rank_of[done[0]]
+            try:
+                value = ray.get(done[0])
+            except RayActorError as error:
+                died[rank] = error
+            except RayError as error:  # outside of what the worker watches: arguments that can't be read there, for one
+                failed[rank] = Answer(error=_cause(error), trace=str(error))
+            else:
+                found[rank] = value
+                if isinstance(value, Answer) and value.error is not None:
+                    failed[rank] = value
+            now = time.monotonic()
+            if died:
+                deadline = min(deadline or now + GRACE, now + GRACE)
+            elif failed and deadline is None:
+                deadline = now + max(PATIENCE, now - begun)
+        if died:
+            rank, cause = min(died.items())
+            self.end(f"worker {rank} died during {doing}")
+            raise WorkerDied(self.name, rank, str(self.places[rank] or "starting"), doing, cause)
+        if failed:
+            raise self._failure(failed, len(sent), doing)
+        return [found[rank] for rank in range(len(sent))]
+
+    def _failure(self, failed: dict[int, Answer], count: int, doing: str) -> BaseException:
+        rank, answer = min(failed.items())
+        error = answer.error
+        assert error is not None
+        also = f" (and by {len(failed) - 1} more)" if len(failed) > 1 else ""
+        error.add_note(
+            f"raised by worker {rank} of group '{self.name}' ({self.places[rank]}) in {doing}{also}:\n{answer.trace}"
+        )
+        if len(failed) < count:
+            self.end(f"{len(failed)} of {count} workers failed in {doing} ({type(error).__name__}), and the others did not")
+            error.add_note(f"twinkle: the workers of group '{self.name}' were ended: they are not at the same point any more")
+        return error
+
+
+def _cause(error: RayError) -> BaseException:
+    cause = error.cause if isinstance(error, RayTaskError) else None
+    return cause if isinstance(cause, BaseException) else error
+
+
+class RayHome(Home):
+    """The workers of a group on which one object lives.
+
+    Args:
+        owner: the object's class.
+        group: whose workers.
+        key: unlike that of any other object of the group.
+        shares: the data rank of each worker that has the object.
+    """
+
+    def __init__(self, owner: type, group: Group, key: str, shares: Sequence[int]) -> None:
+        super().__init__(owner, f"group '{group.name}' ({len(shares)} of {len(group)} worker(s))", key, shares)
+        self.group = group
+
+    def build(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, type]:
+        """Construct the object. Returns its attributes whose classes may live on workers."""
+        packed = cloudpickle.dumps((self.key, self.owner, args, kwargs))
+        answers = self.group.ask("build", [(packed,)] * len(self.shares), f"{self.owner.__name__}(...)")
+        weakref.finalize(self, self.group.tell, "drop", range(len(self.shares)), self.key)
+        return answers[0].value  # type: ignore[no-any-return]
+
+    def send(self, calls: Sequence[Call]) -> list[Answer]:
+        packed: dict[int, Any] = {}
+        for call in calls:
+            if id(call) not in packed:
+                data = cloudpickle.dumps(call)
+                many = sum(other is call for other in calls) > 1
+                packed[id(call)] = ray.put(data) if many and len(data) > LARGE else data
+        return self.group.ask("call", [(packed[id(call)],) for call in calls], f"{calls[0].method.shown}()")
+
+    def fetch(self, worker: int, held: Held) -> Any:
+        # iterators are the first worker's: an answer of others is not read
+        (answer,) = self.group.ask("next", [(held.number,)], f"iteration over {self.owner.__name__}")
+        return answer.value
+
+    def let_go(self, worker: int, held: Held) -> None:
+        self.group.tell("let_go", [worker], held.number)
+
+    def reference(self, path: str) -> tuple[Any, ...]:
+        return here, (self.group.token, self.group.name, f"this {self.owner.__name__}", self.key, path)
