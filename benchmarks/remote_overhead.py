@@ -1,8 +1,8 @@
 """What Ray adds to a training step: the tiny model of the tests on one worker, against the same model in this process.
 
-A step is ``forward_backward`` and ``clip_grad_and_step`` of 8 rows of 32 tokens: two calls there and back, with the rows. The two
-take turns step by step, so that whatever else the machine does hits both alike; the median of the differences is the result. With
-``--workers 2`` each worker has half the rows, and the sums over a process group are in the difference too.
+A step is ``forward_backward`` and ``clip_grad_and_step`` of 8 rows of 32 tokens: two calls there and back, with the rows. The
+two take turns step by step, so that whatever else the machine does hits both alike; the median of the differences is what Ray
+adds. With ``--workers 2`` each worker has half the rows, and the sums over a process group are in the difference too.
 
     python benchmarks/remote_overhead.py            # 2 x 200 steps, a minute
 

@@ -1,7 +1,7 @@
 """Supervised fine-tuning on the workers of a Ray cluster, driven by one program; with checkpoints to resume from.
 
 pip install twinkle-ray
-python cookbook/transformers/ray_sft.py [--model …] [--workers 2] [--device CPU|GPU] [--fsdp N] [--output FOLDER] [--resume FOLDER]
+python cookbook/transformers/ray_sft.py [--model …] [--workers 2] [--device GPU] [--fsdp N] [--output FOLDER] [--resume FOLDER]
 
 Ray is started on this machine; RAY_ADDRESS=… uses a cluster that runs. Beside the first lines of main nothing differs from a
 program that torchrun starts, except that this process is no rank: it reads global batches, and the model divides them.

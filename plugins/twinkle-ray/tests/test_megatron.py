@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from twinkle_megatron.model import MegatronModel
-from twinkle_megatron.testing import Layouts, windows, write_tiny
 
 from twinkle_core.mesh import DeviceMesh
 from twinkle_core.testing import ranks
+from twinkle_megatron.model import MegatronModel
+from twinkle_megatron.testing import Layouts, windows, write_tiny
 
 
 @pytest.mark.slow

@@ -126,9 +126,12 @@ def test_the_cookbook_resumes(tmp_path):
 @pytest.mark.parametrize(
     ("sections", "text"),
     [
-        ({"mode": "rai"}, "line 12: unknown runtime 'rai'. Did you mean 'ray'"),
+        ({"mode": "rai"}, "unknown runtime 'rai'. Did you mean 'ray'?"),
         ({"workers": {"ranks": 2}}, "workers: there are none without a mode that starts them"),
-        ({"mode": "ray", "workers": {"ranks": 3}, "mesh": {"tp_size": 2}}, "tp_size 2 = 2, which does not fit a world size of 3"),
+        (
+            {"mode": "ray", "workers": {"ranks": 3}, "mesh": {"tp_size": 2}},
+            "tp_size 2 = 2, which does not fit a world size of 3",
+        ),
     ],
 )
 def test_what_a_configuration_may_not_say(tmp_path, sections, text):
@@ -138,7 +141,7 @@ def test_what_a_configuration_may_not_say(tmp_path, sections, text):
     path = config(tmp_path, "out", **sections)
     with pytest.raises(BadConfig) as caught:
         planning.make(*load(path, []))
-    assert text.partition(": ")[2] in str(caught.value)
+    assert text in str(caught.value)
     assert TrainConfig.model_fields["mode"].default == "local"
 
 
@@ -154,7 +157,8 @@ def test_a_driver_is_no_rank(tmp_path):
 def test_core_and_the_facade_do_without_ray():
     """Nothing of them imports it, a model's class and a loader's included."""
     code = (
-        "import sys, twinkle, twinkle_core; from twinkle.model import TransformersModel; from twinkle.dataloader import DataLoader; "
+        "import sys, twinkle, twinkle_core; from twinkle.model import TransformersModel; "
+        "from twinkle.dataloader import DataLoader; "
         "import twinkle_core.runtime.proxy, twinkle_core.runtime.serve, twinkle_core.cli.training; "
         "print([m for m in sys.modules if m.split('.')[0] in ('ray', 'twinkle_ray')])"
     )
