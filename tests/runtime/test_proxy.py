@@ -28,6 +28,10 @@ class Score:
         self.seen.append((rows, weights))
         return float(sum(rows) + self.bonus), float(len(rows))
 
+    @remote_function(dispatch="slice_dp", collect="rows")
+    def forward(self, rows):
+        return rows
+
     @remote_function(dispatch="along", collect="loss")
     def again(self, weights, scale=1.0):
         self.seen.append((weights, scale))
@@ -35,7 +39,7 @@ class Score:
 
     @remote_function(dispatch="all", execute="first", collect="first")
     def grouping(self):
-        return lambda rows: [2] * (len(rows) // 2)
+        return "a", lambda rows: [2] * (len(rows) // 2)
 
     @property
     @remote_function(dispatch="all", collect="none")
@@ -106,6 +110,8 @@ def test_pairs_stay_together_and_peers_get_the_same():
     first, peer, last = score.history
     assert first == peer == [([1, 2, 3, 4], [1, 1, 1, 2])]
     assert last == [([5, 6], [2, 2])]
+    assert score.forward([1, 2, 3, 4, 5, 6]) == [1, 2, 3, 4, 5, 6]
+    assert score.forward([1, 2]) == [1, 2]
     assert score.again([1.0, 2.0, 3.0, 4.0, 5.0, 6.0], scale=2.0) == 21 / 6  # as the rows before
     assert [seen[-1] for seen in score.history] == [([1.0, 2.0, 3.0, 4.0], 2.0)] * 2 + [([5.0, 6.0], 2.0)]
     with pytest.raises(NotRemote):

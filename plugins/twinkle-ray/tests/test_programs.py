@@ -45,7 +45,7 @@ def config(folder, name, **sections):
 
 
 def start(*command):
-    given = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    given = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "RAY_memory_monitor_refresh_ms": "0"}
     return subprocess.Popen(
         [sys.executable, *map(str, command)],
         stdout=subprocess.PIPE,
