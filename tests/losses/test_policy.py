@@ -56,7 +56,7 @@ def test_sums_of_rows_are_no_logps_of_tokens(name, form):
     model = session_model(TinyLM())
     model.set_loss(GRPOLoss(beta=0.1))
     given = {"ref_logps": REF, name: form([float(sum(one)) for one in REF])}
-    with pytest.raises(BadLossArgument, match=f"{name}.*one number for each token"):
+    with pytest.raises(BadLossArgument, match=rf"{name}[\s\S]*one number for each token"):
         model.forward_backward(ROWS, advantages=ADVANTAGES, **given)
 
 

@@ -141,8 +141,17 @@ def _default_metrics() -> list[Component]:
     return [Component(cls=name) for name in ("loss", "accuracy", "train")]
 
 
+class WorkersConfig(_Strict):
+    """The workers that a mode other than local starts."""
+
+    ranks: PositiveInt | None = Field(None, description="how many; null: as the mesh has ranks")
+    device_type: str = Field("GPU", min_length=1, description="what they compute on: GPU, CPU, or what else the runtime counts")
+    gpus_per_worker: PositiveInt = Field(1, description="devices of each; without effect on CPUs")
+    cpus_per_worker: PositiveInt = Field(1, description="CPU cores of each")
+
+
 class MeshConfig(_Strict):
-    """How the processes that torchrun starts share the work. Data parallelism takes those that are over."""
+    """How the processes that torchrun starts, or workers, share the work. Data parallelism takes those that are over."""
 
     dp_size: PositiveInt = Field(1, description="ranks with different rows, each with all weights")
     fsdp_size: PositiveInt | None = Field(None, description="ranks with different rows, among which the weights lie apart")
@@ -193,7 +202,11 @@ class TrainConfig(_Strict):
         "filled in where it has them; null: a constant lr",
     )
     metrics: list[Named] = Field(default_factory=_default_metrics, description="what is measured: names of kind 'metric'")
-    mesh: MeshConfig | None = Field(None, description="how several processes (torchrun) share the work; null: data parallel")
+    mode: str = Field(
+        "local", min_length=1, description="local: this process, or torchrun's; ray: workers of a Ray cluster, by twinkle-ray"
+    )
+    workers: WorkersConfig | None = Field(None, description="with mode ray: how many, on what; null: as many as the mesh has")
+    mesh: MeshConfig | None = Field(None, description="how processes (torchrun) or workers share the work; null: data parallel")
     training: TrainingConfig = Field(default_factory=TrainingConfig, description="how long, and what is written when")
     output_dir: str = Field(
         "output", min_length=1, description="folder of checkpoints, metrics.jsonl, loss.png, config.yaml and data_order.json"
