@@ -73,6 +73,11 @@ def blocks_of(module: Any) -> list[torch.nn.Module]:
     return found
 
 
+def holds(parameter: Any) -> bool:
+    """Whether a parameter lies apart on ranks of ``fsdp``."""
+    return is_sharded(parameter) and "fsdp" in (parameter.device_mesh.mesh_dim_names or ())
+
+
 class Shards:
     """A model under ``fully_shard``: each rank of ``fsdp`` holds a part of each weight, those of ``dp`` the same ones.
 
@@ -81,16 +86,14 @@ class Shards:
 
     Args:
         module: is changed in place; its parameters become DTensors.
+        mesh: torch's, ``fsdp``, or ``dp`` and ``fsdp``.
         compute: the type in which weights travel and are computed with; None: as they are.
         config: further options of ``fully_shard``.
     """
 
-    def __init__(
-        self, module: Any, mesh: DeviceMesh, device: torch.device, compute: torch.dtype | None, config: Mapping[str, Any]
-    ) -> None:
-        dims = ("dp", "fsdp") if mesh.sizes["dp"] > 1 else ("fsdp",)
+    def __init__(self, module: Any, mesh: TorchMesh, compute: torch.dtype | None, config: Mapping[str, Any]) -> None:
         policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32, cast_forward_inputs=False)
-        options = {"reshard_after_forward": True, **config, "mesh": torch_mesh(mesh, device, *dims), "mp_policy": policy}
+        options = {"reshard_after_forward": True, **config, "mesh": mesh, "mp_policy": policy}
         root = _Root(module)
         for block in blocks_of(module):
             fully_shard(block, **options)

@@ -73,11 +73,11 @@ def batches():
 def model(sizes, kind="llama", adapter="", **options):
     torch.manual_seed(5)
     config = CONFIGS[kind]()
-    dropout = options.pop("dropout", 0.0)
+    dropout, targets = options.pop("dropout", 0.0), options.pop("targets", "all-linear")
     mesh = DeviceMesh.from_sizes(device_type="cpu", **sizes)
     built = TransformersModel(config=config, mixed_precision="no", device_mesh=mesh, **options)
     if adapter:
-        config = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", init_lora_weights=False, lora_dropout=dropout)
+        config = LoraConfig(r=4, lora_alpha=8, target_modules=targets, init_lora_weights=False, lora_dropout=dropout)
         built.add_adapter_to_model(adapter, config)
     return built
 

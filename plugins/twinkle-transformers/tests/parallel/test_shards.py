@@ -77,6 +77,28 @@ def test_other_meshes_go_on(two, tmp_path):
         assert_goes_on(part["m"], expected["unbroken"], expected["first"])
 
 
+@pytest.mark.slow
+def test_parts_of_layers_go_on(tmp_path):
+    """Layers that are cut over tp, and over fsdp besides; experts whose gate and up are one matrix, of which a rank has two
+    pieces; LoRA on them. The same mesh, then one process, then the other mesh."""
+    both = {"fsdp_size": 2, "tp_size": 2}
+    kinds = {"full": {}, "moe": {"kind": "moe"}, "lora": {"adapter": "a", "save": {}, "options": {"dropout": 0.2}}}
+    jobs = {name: {**ADAMW, **kind, "sizes": both} for name, kind in kinds.items()}
+    parts = ranks.run(Jobs, "checkpoints", 4, {"folder": str(tmp_path), "jobs": jobs}, timeout=240)
+    for part in parts:
+        for name, found in part.items():
+            assert found["unbroken"] == found["resumed"], name
+            assert same(found["first"], found["second"]), name
+    jobs = {name: {**job, "sizes": {}} for name, job in jobs.items() if name != "lora"}
+    paths = {name: parts[0][name]["path"] for name in jobs}
+    alone = Jobs().resume(0, 1, paths, jobs, str(tmp_path / "one"))
+    jobs = {name: {**job, "sizes": {"tp_size": 2}} for name, job in jobs.items()}
+    given = {"paths": {name: alone[name]["path"] for name in jobs}, "jobs": jobs, "folder": str(tmp_path / "tp")}
+    for found in (alone, *ranks.run(Jobs, "resume", 2, given, timeout=240)):
+        for name in jobs:
+            assert_goes_on(found[name], parts[0][name]["unbroken"], parts[0][name]["first"])
+
+
 def test_no_rank_holds_the_whole(tmp_path):
     for rank, part in enumerate(ranks.run(Saving, "nothing_is_gathered", 2, {"folder": str(tmp_path)}, timeout=240)):
         assert part["same"]
