@@ -21,6 +21,10 @@ class Runtime(ABC):
     def create(self, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any], remote_group: str | None) -> Any:
         """An instance of ``cls``, or a proxy of one."""
 
+    def default_mesh(self) -> DeviceMesh | None:
+        """The mesh of components that are made in this process and given none. Default: they have none."""
+        return None
+
     @abstractmethod
     def placement(self) -> str:
         """Who sits where, as a drawing."""

@@ -103,13 +103,25 @@ class Shards:
                 m.set_gradient_divide_factor(1.0)
                 m.set_force_sum_reduction_for_comms(True)
         self._root: Any = root
+        self._wanted = False
 
-    def run(self, call: Callable[[], T]) -> T:
-        """``call()`` with the weights that all blocks share in place; each block fetches its own."""
+    def run(self, call: Callable[[], T], keep: bool = False) -> T:
+        """``call()`` with the weights that all blocks share in place; each block fetches its own. Afterwards they are
+        wanted for a backward, or where ``keep`` says so."""
         result = self._root(call)
-        if not torch.is_grad_enabled():
+        self._wanted = torch.is_grad_enabled() or keep
+        if not self._wanted:
             self.rest()
         return result  # type: ignore[no-any-return]
+
+    def gather(self) -> None:
+        """What all blocks share is in place (again), if a loss or a backward may want it."""
+        if self._wanted:
+            self._root.unshard()
+
+    def done(self) -> None:
+        """Nobody wants it any more."""
+        self._wanted = False
 
     def rest(self) -> None:
         """Let go of what was gathered; a backward that is still to come fetches it again."""

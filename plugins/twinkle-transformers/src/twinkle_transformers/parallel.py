@@ -9,6 +9,7 @@ sends no more bytes. What it gives up is sending while a backward still runs.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -26,6 +27,7 @@ from twinkle_core.log import get_logger
 from twinkle_core.mesh import DeviceMesh
 from twinkle_core.ops.gather import Ranks
 from twinkle_core.ops.sharded import is_sharded, local
+from twinkle_core.runtime.local import default_mesh
 from twinkle_core.train.loop_engine import LoopEngine, gradients
 from twinkle_transformers import fsdp, tensor
 from twinkle_transformers.fsdp import Shards
@@ -41,15 +43,15 @@ KINDS = (WORLD, DATA, WEIGHTS, SEQUENCE, TENSOR, EXPERTS)
 
 
 def mesh_of(owner: str, mesh: DeviceMesh | None) -> DeviceMesh:
-    """The mesh, by default data ranks as many as torchrun started.
+    """The mesh; by default that of ``initialize``, else data ranks as many as torchrun started.
 
     Raises:
         ManyProcesses: it has another number of ranks than there are processes.
     """
-    mesh = mesh or DeviceMesh.from_sizes()
+    given, mesh = mesh is not None, mesh or default_mesh() or DeviceMesh.from_sizes()
     running = dist.get_world_size() if dist.is_initialized() else settings.world_size()
     if mesh.world_size != running:
-        raise ManyProcesses(owner, mesh.world_size, running)
+        raise ManyProcesses(owner, mesh.world_size, running, given)
     return mesh
 
 
@@ -218,7 +220,7 @@ class Layout:
         """Cut a model that has the same weights on all ranks (or none yet), in place."""
         mesh, device = self.meeting.mesh, self.meeting.device
         used = [name for name in ("dp", "fsdp", "tp") if mesh.sizes[name] > 1]
-        parent = fsdp.torch_mesh(mesh, device, *used) if used else None  # one, so that what tp has cut can be cut again
+        parent: Any = fsdp.torch_mesh(mesh, device, *used) if used else None  # one, so that what tp has cut can be cut again
         if mesh.sizes["tp"] > 1:
             self.parts = Parts(self.owner, module, parent["tp"])
         if mesh.ep_size > 1:
@@ -326,9 +328,25 @@ class MeshEngine(LoopEngine):
         """Whether ranks must run the model together, the same number of times."""
         return self.layout.in_step
 
-    def around(self, call: Callable[[], T]) -> T:
-        """What runs weights of the model runs inside."""
-        return call() if self.layout.shards is None else self.layout.shards.run(call)
+    def around(self, call: Callable[[], T], keep: bool = False) -> T:
+        """What runs weights of the model runs inside. ``keep``: a loss is still to run the output layer."""
+        return call() if self.layout.shards is None else self.layout.shards.run(call, keep)
+
+    def mode(self, train: bool) -> contextlib.AbstractContextManager[Any]:
+        if self.layout.shards is not None:
+            self.layout.shards.gather()  # a loss may run the output layer
+        return super().mode(train)
+
+    def backward(self, loss_sum: torch.Tensor, *, sync: bool = True) -> None:
+        if self.layout.shards is not None:
+            self.layout.shards.gather()  # what a loss ran itself comes before FSDP's own hooks
+        super().backward(loss_sum, sync=sync)
+        if self.layout.shards is not None:
+            self.layout.shards.done()
+
+    def update(self, optimizer: torch.optim.Optimizer) -> bool:
+        self.layout.rest()  # what a forward left in place would be old
+        return super().update(optimizer)
 
     def all_reduce(self, x: torch.Tensor, over: str = DATA) -> torch.Tensor:
         return self.meeting.all_reduce(x, over)

@@ -110,6 +110,17 @@ def ready(spec):
     return built
 
 
+def by_hand(inputs, outputs):
+    """Cross entropy of a loss that runs the output layer itself."""
+    logps = outputs.output_layer(outputs.hidden).log_softmax(-1)
+    labels = inputs["labels"]
+    taken = logps.gather(-1, labels.clamp_min(0)[..., None])[..., 0] * (labels != -100)
+    return LossOutput(-taken.sum(), (labels != -100).sum())
+
+
+by_hand.needs = {"hidden"}
+
+
 class Jobs:
     """Called in a process of its own; several jobs share one group of processes."""
 
@@ -215,14 +226,6 @@ class Jobs:
             half.clip_grad_and_step()
             found["fp16"].append([half.engine.loss_scale(), half.sessions[""].cur_step])
         built = model(sizes)
-
-        def by_hand(inputs, outputs):
-            logps = outputs.output_layer(outputs.hidden).log_softmax(-1)
-            labels = inputs["labels"]
-            taken = logps.gather(-1, labels.clamp_min(0)[..., None])[..., 0] * (labels != -100)
-            return LossOutput(-taken.sum(), (labels != -100).sum())
-
-        by_hand.needs = {"hidden"}
         built.set_loss(by_hand)
         built.set_optimizer("sgd", lr=0.1)
         norms = []

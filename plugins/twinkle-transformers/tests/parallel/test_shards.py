@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from twinkle_core.errors import BadArgument, CheckpointDamaged, RankFailed
 from twinkle_core.testing import ranks
@@ -232,3 +233,20 @@ def test_an_open_window_of_several_ranks_goes_on(tmp_path):
         assert found["norm"] == pytest.approx(parts[0][name]["unbroken"]["norm"], rel=2e-5), name
         for key, value in parts[0][name]["unbroken"]["weights"].items():
             torch.testing.assert_close(found["weights"][key], value, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_B47_tied_embeddings_that_lie_apart_stay_tied(tmp_path):
+    """Stored once, one object after loading, equal after the next step; where they are not tied, both are stored."""
+    first, second = ranks.run(Saving, "tied", 2, {"folder": str(tmp_path)}, timeout=240)
+    for found in (first, second):
+        assert "lie apart" in found["copied"], "a copy of the embedding would come apart from the output layer"
+        for form in (False, True):
+            tied, parted = found[str(tmp_path / f"llama{form}")], found[str(tmp_path / f"untied{form}")]
+            for each in (tied, parted):
+                assert each["reloaded"] and each["stepped"]
+            assert tied["one object"] and tied["equal"] and not parted["one object"] and not parted["equal"]
+    ends = {"lm_head.weight", "model.embed_tokens.weight"}
+    for kind, count in (("llama", 1), ("untied", 2)):
+        assert len(ends & load_file(tmp_path / f"{kind}False/model.safetensors").keys()) == count
+        assert len(ends & shards.describe(tmp_path / f"{kind}True/model-shards").keys()) == count
