@@ -20,7 +20,7 @@ from twinkle_core.errors import CheckpointDamaged, CheckpointNotWritten
 from twinkle_core.ops.sharded import is_sharded, local
 
 #: bytes of one file: what a rank holds twice while it writes
-LARGEST = 2**30
+LARGEST = 2**28
 
 
 def place(folder: Path, stem: str) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -108,7 +109,9 @@ class Shards:
     def run(self, call: Callable[[], T], keep: bool = False) -> T:
         """``call()`` with the weights that all blocks share in place; each block fetches its own. Afterwards they are
         wanted for a backward, or where ``keep`` says so."""
-        result = self._root(call)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".* returned a view tensor", UserWarning)  # nobody writes into outputs
+            result = self._root(call)
         self._wanted = torch.is_grad_enabled() or keep
         if not self._wanted:
             self.rest()

@@ -84,14 +84,15 @@ class Saving:
             for form in (False, True):
                 built, rows = model({"fsdp_size": world_size}, kind), batches()
                 built.set_optimizer("sgd", lr=0.1)
+                built.add_metric("loss", is_training=True)
                 train(built, "", rows[:1])
                 path = built.save(f"{kind}{form}", folder, sharded=form)
                 mesh = DeviceMesh.from_sizes(fsdp_size=world_size)
                 again = TransformersModel(model_id=path, mixed_precision="no", device_mesh=mesh)
                 reloaded = same(state(built), state(again))
                 again.set_optimizer("sgd", lr=0.1)
+                again.add_metric("loss", is_training=True)
                 for each in (built, again):
-                    each.add_metric("loss", is_training=True)
                     train(each, "", rows[1:2])
                 weights = state(again)
                 names = ("lm_head.weight", "model.embed_tokens.weight")

@@ -211,6 +211,7 @@ def test_parts_of_the_sequence_on_two_times_two_ranks():
     compare(jobs, 4)
 
 
+@pytest.mark.slow
 def test_two_tenants_train_as_in_one_process():
     meshes = {"dp": {"dp_size": 2}, "fsdp": {"fsdp_size": 2}, "tp": {"tp_size": 2}}
     parts = ranks.run(Jobs, "tenants", 2, {"meshes": meshes}, timeout=240)
@@ -272,6 +273,7 @@ def test_options_of_wrappers_are_checked():
     assert check_ddp_config({}) == 25.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [{"fsdp_size": 2}, {"tp_size": 2}], ids=["fsdp", "tp"])
 def test_what_goes_beside_the_usual_step(sizes):
     parts, alone = ranks.run(Jobs, "beside", 2, {"sizes": sizes}, timeout=240), Jobs().beside(0, 1, {})
