@@ -125,7 +125,9 @@ def _train(
 def save(current: Run, name: str, *, resumable: bool = True) -> str:
     """A checkpoint in the run's folder, with how far the data is read. Returns its path."""
     consumed = current.loader.get_state()["consumed_train_samples"]
-    return current.model.save(name, current.plan.output_dir, save_optimizer=resumable, consumed_train_samples=consumed)
+    own = current.plan.output_dir
+    sharded = current.config.training.save_sharded
+    return current.model.save(name, own, save_optimizer=resumable, consumed_train_samples=consumed, sharded=sharded)
 
 
 def title(config: TrainConfig) -> str:

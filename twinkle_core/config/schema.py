@@ -127,6 +127,9 @@ class TrainingConfig(_Strict):
     logging_steps: PositiveInt = Field(1, description="a line of metrics.jsonl each so many steps")
     save_steps: PositiveInt | None = Field(None, description="a checkpoint each so many steps; there is one at the end anyway")
     save_total_limit: PositiveInt | None = Field(None, description="keep the newest so many checkpoints; null: all")
+    save_sharded: bool = Field(
+        False, description="each process writes its own part of all weights, and none holds the whole; needs adapter: null"
+    )
     eval_steps: PositiveInt | None = Field(None, description="evaluate each so many steps; null: at the end")
     seed: int = Field(
         42, ge=0, lt=2**32, description="of new weights, dropout and the order of rows; the same seed gives the same run"
@@ -211,6 +214,12 @@ class TrainConfig(_Strict):
     output_dir: str = Field(
         "output", min_length=1, description="folder of checkpoints, metrics.jsonl, loss.png, config.yaml and data_order.json"
     )
+
+    @model_validator(mode="after")
+    def _shards_are_of_all_weights(self) -> TrainConfig:
+        if self.training.save_sharded and self.adapter is not None:
+            raise ValueError("training.save_sharded is for all weights (adapter: null); an adapter is always plain files")
+        return self
 
     @model_validator(mode="after")
     def _eval_has_data(self) -> TrainConfig:

@@ -14,6 +14,7 @@ from twinkle_core.errors import BadArgument, NoModel, OnlyOwn, UnknownOption, Wr
 from twinkle_core.mesh import DeviceMesh
 from twinkle_core.names import closest
 from twinkle_core.runtime.dispatch import remote_class
+from twinkle_core.runtime.local import default_mesh
 from twinkle_core.train.verbs import SessionModel
 from twinkle_megatron.cpu.runtime import RUNTIME
 
@@ -74,7 +75,7 @@ class MegatronModel(SessionModel):
         if model_id is None and config is None:
             raise NoModel(owner, kwargs)
         RUNTIME.install()
-        mesh = device_mesh if device_mesh is not None else DeviceMesh.from_sizes()
+        mesh = device_mesh or default_mesh() or DeviceMesh.from_sizes()
         with RUNTIME.active():
             engine, adapters = _build(self, model_id, config, mesh, mixed_precision, on_nonfinite, kwargs)
         super().__init__(engine, adapters)
