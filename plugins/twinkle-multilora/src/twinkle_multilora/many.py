@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from twinkle_core.contracts.adapters import BASE
 from twinkle_core.errors import BadArgument
-from twinkle_core.isolation import attempt
+from twinkle_core.isolation import Attempt, attempt
 from twinkle_core.train import limits
 from twinkle_core.train.calls import Asked, Call
 from twinkle_core.train.forward import ForwardVerbs
@@ -56,29 +57,50 @@ class Many(ForwardVerbs):
         limits.check_temperature(temperature)
         if not isinstance(inputs, Mapping) or not inputs:
             raise BadArgument("inputs", type(inputs).__name__, "a dict: each tenant's name, and its rows")
-        calls: list[Call] = []
+        many: list[Asked] = []
         for name, rows in inputs.items():
             session = self._session(name)
-            if session.name == BASE or any(call.session is session for call in calls):
+            if session.name == BASE or any(asked.session is session for asked in many):
                 raise BadArgument("inputs", name, "each tenant once, by its name or its slot's")
             self._check_enabled("forward_backward_many", session)
             own = _own(loss_args, name, inputs)
-            calls.append(self._ready(Asked(session, rows, None, gradient_accumulation_steps, temperature, loss_args=own)))
-        outcomes = self._run_all(calls)
-        for outcome in outcomes:
-            if isinstance(outcome, BaseException):
-                raise outcome
-        return dict(zip(inputs, outcomes, strict=True))
+            many.append(Asked(session, rows, None, gradient_accumulation_steps, temperature, loss_args=own))
+        # ranks may name tenants in any order, and serve them in one
+        order = sorted(many, key=lambda asked: self._slot(asked.session.name)) if self.engine.mesh.world_size > 1 else many
+        ready = self._all_ready(order)
+        raise_first(ready)
+        outcomes = dict(zip(map(id, order), self._run_all(ready), strict=True))
+        in_order = [outcomes[id(asked)] for asked in many]
+        raise_first(in_order)
+        return dict(zip(inputs, in_order, strict=True))
 
     # ------------------------------------------------------------------------------------------------ inside
+
+    def _slot(self, name: str) -> int:
+        return int(self.adapters.slot(name).index)  # type: ignore[attr-defined]
+
+    def _all_ready(self, many: Sequence[Asked]) -> list[Any]:
+        """Calls that are checked and on the device, or what is wrong with them."""
+        return [result(attempt(functools.partial(self._ready, asked))) for asked in many]
 
     def _run_all(self, calls: Sequence[Call]) -> Sequence[Outcome]:
         """Calls of different sessions. What one raises is its outcome."""
         return [self._attempt(call) for call in calls]
 
     def _attempt(self, call: Call) -> Outcome:
-        done = attempt(lambda: self._run(call))  # what it raises is raised to the tenant whose call it is
-        return done.value if done.error is None else done.error
+        return result(attempt(lambda: self._run(call)))  # what it raises is raised to the tenant whose call it is
+
+
+def raise_first(outcomes: Sequence[Any]) -> None:
+    """Raise the first outcome that is an exception."""
+    for outcome in outcomes:
+        if isinstance(outcome, BaseException):
+            raise outcome
+
+
+def result(done: Attempt[Any]) -> Any:
+    """What an attempt gave, or what it raised."""
+    return done.value if done.error is None else done.error
 
 
 def _own(loss_args: Mapping[str, Any], name: str, tenants: Mapping[str, Any]) -> dict[str, Any]:
