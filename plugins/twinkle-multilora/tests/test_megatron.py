@@ -306,6 +306,24 @@ def test_split_verbs_that_overlap(llama):
         assert all(torch.equal(v, b[k]) for k, v in a.items())
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [{"granularity": "full", "method": "uniform", "num_layers": 1}, {"granularity": "selective"}])
+def test_activations_are_computed_anew_with_the_same_adapter_and_dropout(llama, how):
+    """Also where another tenant has run in between."""
+    kept, anew = built(llama, max_loras=2), built(llama, max_loras=2, **{f"recompute_{key}": v for key, v in how.items()})
+    norms = []
+    for model in (kept, anew):
+        for name in ("cyd", "eve"):
+            join(model, name)
+        for step in range(3):
+            for name in ("cyd", "eve"):
+                model.forward(rows_of(name, step), adapter_name=name, return_logits=False)
+            for name in ("eve", "cyd"):
+                model.backward(adapter_name=name)
+                norms.append(model.clip_grad_and_step(0.5, adapter_name=name))
+    assert norms[:6] == norms[6:] and all(norms)
+
+
 def test_a_reused_slot_starts_clean(llama):
     """After a release nothing of the tenant is left: not in memory, and not in what the next one trains."""
     model, fresh = built(llama, max_loras=2), built(llama, max_loras=2)
