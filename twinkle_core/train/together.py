@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 
 from twinkle_core.contracts.engine import Engine
 
-
 #: what a rank raises of another one: of its number and of what it said
 Failure = Callable[[int, str], Exception]
 
