@@ -357,6 +357,11 @@ entry(
     why="The disk refused.",
     way="Make room, or save elsewhere (`output_dir=`). The training state is untouched; call `save` again.",
 )
+entry(
+    e.CheckpointNotRead("output/step-100", 0, "checkpoint file 'output/step-100/rng.json' is damaged: it is missing. …"),
+    why="Ranks load together: where one can't, none does, rather than wait for it.",
+    way="Look at what that rank says; all ranks must see the same folder.",
+)
 entry(e.CheckpointNotFound("output/step-99"), way="Look which folders `output_dir` holds.")
 entry(
     e.CheckpointDamaged(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -52,6 +52,16 @@ class AdapterStore(ABC):
     @abstractmethod
     def state_dict(self, name: str) -> dict[str, torch.Tensor]:
         """Tensors under plain keys: PEFT's for an adapter, the model's own for BASE. Live tensors; copy to keep."""
+
+    def outline(self, name: str) -> Mapping[str, torch.Tensor]:
+        """``state_dict`` of which only keys, shapes and types are read: a store whose tensors lie apart on ranks may give
+        tensors of the device ``meta``. Default: ``state_dict``."""
+        return self.state_dict(name)
+
+    def stream(self, name: str) -> Iterator[tuple[str, torch.Tensor]]:
+        """The items of ``state_dict``, one after the other: a store whose tensors lie apart on ranks need not hold them all at
+        once. Go to its end, on all ranks. Default: ``state_dict``."""
+        yield from self.state_dict(name).items()
 
     @abstractmethod
     def load_state_dict(self, name: str, state: Mapping[str, torch.Tensor]) -> None:

@@ -42,6 +42,7 @@ from twinkle_core.errors.checkpoints import CheckpointDamaged as CheckpointDamag
 from twinkle_core.errors.checkpoints import CheckpointInTheWay as CheckpointInTheWay
 from twinkle_core.errors.checkpoints import CheckpointMismatch as CheckpointMismatch
 from twinkle_core.errors.checkpoints import CheckpointNotFound as CheckpointNotFound
+from twinkle_core.errors.checkpoints import CheckpointNotRead as CheckpointNotRead
 from twinkle_core.errors.checkpoints import CheckpointNotWritten as CheckpointNotWritten
 from twinkle_core.errors.checkpoints import CheckpointUnfit as CheckpointUnfit
 from twinkle_core.errors.command import BadPluginName as BadPluginName

@@ -36,6 +36,13 @@ class CheckpointNotFound(TwinkleError, FileNotFoundError):
         super().__init__(f"no checkpoint at '{path}': {why}.")
 
 
+class CheckpointNotRead(TwinkleError, OSError):
+    """Another rank could not read its part, so this one did not load either."""
+
+    def __init__(self, path: str, rank: int, why: str) -> None:
+        super().__init__(f"checkpoint '{path}' could not be read by rank {rank}, so no rank loaded anything: {why}")
+
+
 class CheckpointDamaged(TwinkleError, ValueError):
     """A file that is missing, cut short or changed. Nothing was loaded."""
 

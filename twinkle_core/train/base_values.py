@@ -1,4 +1,4 @@
-"""Whether a base model is the one that an adapter was trained on: a sample of its values, kept in each checkpoint (L2)."""
+"""Which model a checkpoint belongs to: names and shapes of all tensors, and of a base model a sample of its values (L2)."""
 
 from __future__ import annotations
 
@@ -24,19 +24,30 @@ if TYPE_CHECKING:
 SIZE = 4096
 
 
+def fingerprint(adapters: AdapterStore, name: str) -> str:
+    """What model a checkpoint belongs to: a hash of names and shapes of the adapter's tensors and the base model's."""
+    parts = [(name == BASE, adapters.outline(name))] + ([(True, adapters.outline(BASE))] if name != BASE else [])
+    lines = [f"{base} {key} {list(t.shape)}" for base, state in parts for key, t in sorted(state.items())]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
 def sample(adapters: AdapterStore) -> str:
     """Up to ``SIZE`` numbers of the base model, from all of its tensors alike, as text (fp32, base64).
 
     Reads that many numbers, not the model; waits for the device once. Of tensors that lie apart on ranks it reads the whole, so
     all ranks call it together.
     """
-    state = adapters.state_dict(BASE)
-    tensors = [state[k].detach() for k in sorted(state) if state[k].is_floating_point() and state[k].numel()]
-    tensors = tensors[:: max(1, -(-len(tensors) // SIZE))]
-    each = max(1, min(16, SIZE // max(1, len(tensors))))
-    parts = [whole(t).reshape(-1)[_places(i, t.numel(), each).to(t.device)].float() for i, t in enumerate(tensors)]
+    outline = adapters.outline(BASE)
+    keys = [key for key in sorted(outline) if outline[key].is_floating_point() and outline[key].numel()]
+    order = {key: i for i, key in enumerate(keys[:: max(1, -(-len(keys) // SIZE))])}
+    each = max(1, min(16, SIZE // max(1, len(order))))
+    parts: dict[str, torch.Tensor] = {}
+    for key, tensor in adapters.stream(BASE):
+        if key in order:
+            places = _places(order[key], tensor.numel(), each).to(tensor.device)
+            parts[key] = whole(tensor.detach()).reshape(-1)[places].float()
     devices: dict[torch.device, list[torch.Tensor]] = {}
-    for part in parts:
+    for part in (parts[key] for key in order):
         devices.setdefault(part.device, []).append(part)
     numbers = [torch.cat(held).cpu() for held in devices.values()]
     raw = bytes(torch.cat(numbers).view(torch.uint8).tolist()) if numbers else b""

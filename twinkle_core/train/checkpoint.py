@@ -17,7 +17,6 @@ Only the first two are there without ``save_optimizer``. No pickle is written or
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -29,7 +28,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors.torch import load_file, save_file
 
 from twinkle_core import registry
-from twinkle_core.contracts.adapters import BASE, AdapterStore
+from twinkle_core.contracts.adapters import BASE
 from twinkle_core.errors import (
     CheckpointDamaged,
     CheckpointMismatch,
@@ -45,6 +44,7 @@ from twinkle_core.train.folder import STATE_FILE, recover, sha256
 from twinkle_core.train.plain import from_plain, to_plain
 from twinkle_core.train.session import Session
 from twinkle_core.train.single import distinct
+from twinkle_core.train.together import Failure, together
 from twinkle_core.version import __version__
 
 if TYPE_CHECKING:
@@ -105,13 +105,6 @@ class TrainerState(BaseModel):
             "consumed_train_samples": self.consumed_train_samples,
             "gradient_accumulation_steps": self.gradient_accumulation_steps,
         }
-
-
-def fingerprint(adapters: AdapterStore, name: str) -> str:
-    """What model a checkpoint belongs to: a hash of names and shapes of the adapter's tensors and the base model's."""
-    parts = [(name == BASE, adapters.state_dict(name))] + ([(True, adapters.state_dict(BASE))] if name != BASE else [])
-    lines = [f"{base} {key} {list(t.shape)}" for base, state in parts for key, t in sorted(state.items())]
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 def _described(value: Any) -> Any:
@@ -179,17 +172,20 @@ def _gather_state(model: Sessions, session: Session, parts: Parts) -> None:
     parts.tensors["rng"], parts.data["rng"] = rng.join(captured)
 
 
-def write(model: Sessions, session: Session, folder: Path, parts: Parts, consumed: int, *, first: bool = True) -> None:
+def write(
+    model: Sessions, session: Session, folder: Path, parts: Parts, consumed: int, *, first: bool, failure: Failure
+) -> None:
     """Write a checkpoint's files into an empty folder.
 
-    ``first``: whether this rank writes what ranks do not hold apart. The others are here where the engine is ``collective``.
+    ``first``: whether this rank writes what ranks do not hold apart. The others are here where the engine is ``collective``;
+    ``failure``: what they raise when one of them could not write.
     """
-    model.adapters.write(session.name, folder)
-    weights = fingerprint(model.adapters, session.name)
+    with together(model.engine, failure):
+        model.adapters.write(session.name, folder)
+    weights = base_values.fingerprint(model.adapters, session.name)
     if parts.resumable and session.optimizer is not None:
-        model.engine.write_shards(session.optimizer, folder)
-    if model.engine.collective:
-        model.engine.gather_objects(None, "world")  # all have written
+        with together(model.engine, failure):
+            model.engine.write_shards(session.optimizer, folder)
     if not first:
         return
     for stem, tensors in parts.tensors.items():

@@ -70,7 +70,7 @@ def _loss(model: Sessions, session: Session) -> str:
 def table(model: Sessions, session: Session) -> str:
     """Two columns, one line a fact."""
     trainable = model.adapters.parameters(session.name)
-    everything = _count(model.adapters.state_dict(BASE).values())
+    everything = _count(model.adapters.outline(BASE).values())
     share = _count(trainable.values())
     window = session.window
     rows: list[tuple[str, str]] = [

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 
 from twinkle_core import plugins
-from twinkle_core.errors import BadArgument, CheckpointMismatch, CheckpointNotWritten
+from twinkle_core.errors import BadArgument, CheckpointMismatch, CheckpointNotRead, CheckpointNotWritten
 from twinkle_core.train import base_values, checkpoint, folder, limits
 from twinkle_core.train.session import Session
 from twinkle_core.train.sessions import Sessions, one_at_a_time
+from twinkle_core.train.together import Failure, together
 
 #: where checkpoints go when nobody says
 OUTPUT_DIR = "output"
@@ -48,7 +49,7 @@ class StorageVerbs(Sessions):
         Raises:
             BadCheckpointName, BadArgument, CheckpointUnfit; CheckpointInTheWay: what stands there is no checkpoint, or holds
             files beside its own; or the new one would lie inside another. WindowNotStepped: with ``save_optimizer`` between
-            clip_grad_norm and step. CheckpointNotWritten: the disk refused; what was there is whole.
+            clip_grad_norm and step. CheckpointNotWritten: the disk refused, here or on another rank; what was there is whole.
         """
         if consumed_train_samples is not None:
             limits.check_count("consumed_train_samples", consumed_train_samples)
@@ -56,15 +57,14 @@ class StorageVerbs(Sessions):
         path = folder.target(output_dir if output_dir is not None else OUTPUT_DIR, name)
         parts = checkpoint.gather(self, session, resumable=save_optimizer)
         consumed = session.consumed_train_samples if consumed_train_samples is None else consumed_train_samples
+        first = self.engine.mesh.world_size == 1 or self.engine.mesh.rank == 0
         with (
             self.adapters.gathered(session.name),
-            self._once(path) as mine,
-            folder.replacing(path) if mine else contextlib.nullcontext() as temporary,
+            together(self.engine, _not_written(path), always=True),
+            self._opened(path, first) as temporary,
         ):
-            if self.engine.collective:  # all ranks write into the first one's folder
-                temporary = next(p for p in self.engine.gather_objects(temporary, "world") if p is not None)
             if temporary is not None:
-                checkpoint.write(self, session, temporary, parts, consumed, first=mine)
+                checkpoint.write(self, session, temporary, parts, consumed, first=first, failure=_not_written(path))
         session.consumed_train_samples = consumed
         plugins.hooks().twinkle_checkpoint_saved(path=str(path), session=session)
         return str(path)
@@ -79,14 +79,16 @@ class StorageVerbs(Sessions):
             ``{'cur_step', 'consumed_train_samples', 'gradient_accumulation_steps'}``; zeros and None for a plain folder.
 
         Raises:
-            BadCheckpointName, CheckpointNotFound, CheckpointDamaged, CheckpointMismatch: nothing was changed. (An adapter that
-            was trained on another base model of the same shapes is loaded, and a warning tells of it.)
+            BadCheckpointName, CheckpointNotFound, CheckpointDamaged, CheckpointMismatch, CheckpointNotRead (one of these on
+            another rank): nothing was changed. (An adapter that was trained on another base model of the same shapes is
+            loaded, and a warning tells of it.)
         """
         session = self._session(adapter_name)
         path = folder.target(output_dir if output_dir is not None else OUTPUT_DIR, name)
-        state = checkpoint.read_state(path)
-        if state is not None:
-            checkpoint.check_owner(state, session, path)
+        with together(self.engine, _not_read(path)):
+            state = checkpoint.read_state(path)
+            if state is not None:
+                checkpoint.check_owner(state, session, path)
         self._load_weights(session, path)
         if state is not None:
             base_values.check(self, session, state, path, strict=False)
@@ -119,20 +121,23 @@ class StorageVerbs(Sessions):
             ``{'cur_step', 'consumed_train_samples', 'gradient_accumulation_steps'}``.
 
         Raises:
-            CheckpointNotFound, CheckpointDamaged, CheckpointMismatch: the text names the file; nothing was changed.
+            CheckpointNotFound, CheckpointDamaged, CheckpointMismatch: the text names the file; CheckpointNotRead: one of these
+            on another rank. Nothing was changed.
         """
         session = self._session(adapter_name)
         if not isinstance(checkpoint_dir, (str, Path)):
             raise BadArgument("checkpoint_dir", checkpoint_dir, "the path of a folder")
         path = Path(checkpoint_dir)
-        state = checkpoint.inspect(path, resume_only_model=resume_only_model, hashes=True)
-        checkpoint.check_owner(state, session, path)
-        if state.fingerprint != checkpoint.fingerprint(self.adapters, session.name):
+        with together(self.engine, _not_read(path)):
+            state = checkpoint.inspect(path, resume_only_model=resume_only_model, hashes=True)
+            checkpoint.check_owner(state, session, path)
+        if state.fingerprint != base_values.fingerprint(self.adapters, session.name):
             raise CheckpointMismatch(
                 str(path / folder.STATE_FILE), "it belongs to another model (names or shapes of parameters differ)"
             )
         base_values.check(self, session, state, path, strict=not resume_only_model)
-        loaded = None if resume_only_model else checkpoint.read(self, session, path, state)
+        with together(self.engine, _not_read(path)):
+            loaded = None if resume_only_model else checkpoint.read(self, session, path, state)
         self._load_weights(session, path)
         if loaded is not None:
             checkpoint.apply(self, session, loaded)
@@ -145,23 +150,23 @@ class StorageVerbs(Sessions):
         return self.adapters.state_dict(self._session(adapter_name).name)
 
     @contextlib.contextmanager
-    def _once(self, path: Path) -> Iterator[bool]:
-        """The first rank writes for all (it is told so); on leaving, all know that it has, or fail."""
-        mesh = self.engine.mesh
-        try:
-            yield mesh.world_size == 1 or mesh.rank == 0
-        except Exception as error:
-            self.engine.gather_objects(str(error), "world")
-            raise
-        failed = [why for why in self.engine.gather_objects(None, "world") if why is not None]
-        if failed:
-            raise CheckpointNotWritten(str(path), f"another rank could not: {failed[0]}")
+    def _opened(self, path: Path, first: bool) -> Iterator[Path | None]:
+        """The folder to write into: the first rank makes it, and the others have it where all of them write."""
+        with contextlib.ExitStack() as stack:
+            temporary = None
+            with together(self.engine, _not_written(path)):
+                if first:
+                    temporary = stack.enter_context(folder.replacing(path))
+            if self.engine.collective:
+                temporary = next(p for p in self.engine.gather_objects(temporary, "world") if p is not None)
+            yield temporary
 
     def _load_weights(self, session: Session, path: Path) -> None:
         """The store checks keys and shapes before it changes anything; then forwards and gradients of old weights go."""
-        self.adapters.check_compatible(session.name, path)
-        state = self.adapters.read(session.name, path)
-        live = self.adapters.state_dict(session.name)
+        live = self.adapters.outline(session.name)
+        with together(self.engine, _not_read(path)):
+            self.adapters.check_compatible(session.name, path)
+            state = self.adapters.read(session.name, path)
         for key in live.keys() & state.keys():
             if live[key].is_floating_point() != state[key].is_floating_point():
                 raise CheckpointMismatch(str(path), f"{key} is {state[key].dtype}, and {live[key].dtype} here")
@@ -172,3 +177,11 @@ class StorageVerbs(Sessions):
             self.engine.zero_grad(session.optimizer)
         for parameter in self._named(session).values():
             parameter.grad = None
+
+
+def _not_written(path: Path) -> Failure:
+    return lambda rank, why: CheckpointNotWritten(str(path), f"rank {rank} could not: {why}")
+
+
+def _not_read(path: Path) -> Failure:
+    return lambda rank, why: CheckpointNotRead(str(path), rank, why)

@@ -21,8 +21,8 @@ from twinkle_core.contracts.adapters import BASE, AdapterStore
 from twinkle_core.errors import BadAdapter, CheckpointMismatch, CheckpointNotFound, DuplicateAdapter, UnknownAdapter
 from twinkle_core.names import closest
 from twinkle_core.train.single import check_state
-from twinkle_megatron import files
-from twinkle_megatron.cpu.runtime import computes
+from twinkle_megatron import files, foreign
+from twinkle_megatron.cpu.runtime import RUNTIME, computes
 from twinkle_megatron.load import Built, mark_experts
 from twinkle_megatron.parallel import Layout, common_seed
 
@@ -34,7 +34,7 @@ FUSED = {
     "linear_fc2": ("down_proj",),
 }
 #: families whose adapters were seen to give the same logits in transformers and PEFT
-WRITTEN_RIGHTLY = frozenset({"llama", "qwen2", "qwen3", "qwen3_moe"})
+WRITTEN_RIGHTLY = frozenset({"llama", "mistral", "qwen2", "qwen3", "qwen3_moe"})
 #: what of a LoraConfig is honoured; everything else must be as it is by default
 HONOURED = frozenset({"r", "lora_alpha", "lora_dropout", "use_rslora", "target_modules"})
 #: of a LoraConfig, what says nothing of what it computes
@@ -64,6 +64,7 @@ class MegatronAdapters(AdapterStore):
         self._trees: list[Any] = []
         self._inner: dict[str, str] = {}
         self._configs: dict[str, LoraConfig] = {}
+        self._outlines: dict[str, dict[str, torch.Tensor]] = {}
         self._base = [p for chunk in built.chunks for p in chunk.parameters()]
         self._made = 0
 
@@ -84,7 +85,8 @@ class MegatronAdapters(AdapterStore):
         state = None
         if folder is not None:
             config, state = files.adapter_config(name, folder), files.read_tensors(folder, files.ADAPTER_FILE)
-            _check_shared(name, state)
+            outputs = {key.removesuffix(".weight"): len(tensor) for key, tensor in self.outline(BASE).items() if tensor.dim()}
+            config, state = foreign.joined(name, config, state, FUSED, outputs)
         ready = checked(name, config, str(self.built.hf_config.model_type), self.layout)
         self.check_room(name, ready)
         inner, seed = self.next_place(), common_seed()
@@ -98,6 +100,7 @@ class MegatronAdapters(AdapterStore):
             self.eject(inner)
             self._inner.pop(name, None)
             self._configs.pop(name, None)
+            self._outlines.pop(name, None)
             raise
         return name
 
@@ -159,6 +162,7 @@ class MegatronAdapters(AdapterStore):
         gone = self.parameters(name)
         self.eject(self._inner.pop(name))
         del self._configs[name]
+        self._outlines.pop(name, None)
         self._gone(gone)
 
     def _beside(self) -> list[tuple[Any, str, Any]]:
@@ -247,8 +251,19 @@ class MegatronAdapters(AdapterStore):
             return dict(files.exported(self.built, inner))
 
     @computes
+    def outline(self, name: str) -> Mapping[str, torch.Tensor]:
+        if self._known(name) not in self._outlines:
+            with self._alone(name) as inner:
+                self._outlines[name] = {key: tensor.to("meta") for key, tensor in files.exported(self.built, inner)}
+        return self._outlines[name]
+
+    def stream(self, name: str) -> Iterator[tuple[str, torch.Tensor]]:
+        with RUNTIME.active(), self._alone(self._known(name)) as inner:
+            yield from files.exported(self.built, inner)
+
+    @computes
     def load_state_dict(self, name: str, state: Mapping[str, torch.Tensor]) -> None:
-        live = self.state_dict(name)
+        live = self.outline(name)
         check_state(live, state, f"adapter '{name}'" if name else "weights")
         if name != BASE:
             _check_shared(name, state)
@@ -266,7 +281,7 @@ class MegatronAdapters(AdapterStore):
             return files.read_tensors(folder, files.ADAPTER_FILE)
         if not (folder / "config.json").is_file():
             raise CheckpointNotFound(str(folder), "there is no model in it (config.json is missing)")
-        return files.read_tensors(folder, files.MODEL_FILE)
+        return files.read_model(self.built, folder)
 
     def check_compatible(self, name: str, folder: Path) -> None:
         file = folder / files.ADAPTER_CONFIG
@@ -377,4 +392,4 @@ def _check_shared(name: str, state: Mapping[str, torch.Tensor]) -> None:
     for (place, parts), tensors in groups.items():
         if len(tensors) != len(parts) or any(not torch.equal(tensors[0], t) for t in tensors[1:]):
             why = f"{place}: {', '.join(parts)} are one layer in Megatron and need one lora_A; this adapter has several"
-            raise BadAdapter(name, f"{why}. Train it with TransformersModel")
+            raise BadAdapter(name, f"{why}. Make an adapter of its folder: add_adapter_to_model('{name}', FOLDER)")

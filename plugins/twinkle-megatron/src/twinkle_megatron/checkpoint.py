@@ -14,7 +14,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedBase
 from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 
-from twinkle_core.errors import CheckpointDamaged, CheckpointMismatch
+from twinkle_core.errors import CheckpointDamaged, CheckpointMismatch, CheckpointNotWritten
 from twinkle_core.train.plain import from_plain, to_plain
 from twinkle_megatron.optim import MegatronDistributedOptimizer
 
@@ -66,9 +66,15 @@ def write(optimizer: MegatronDistributedOptimizer, inner: str | None, folder: Pa
     """Write the shards. Collective."""
     optimizer.tell()
     place = folder / SHARDS
+    refused: list[str | None] = [None]
     if dist.get_rank() == 0:
-        place.mkdir()
-    dist.barrier()
+        try:
+            place.mkdir()
+        except OSError as error:
+            refused = [str(error)]
+    dist.broadcast_object_list(refused, src=0)
+    if refused[0] is not None:
+        raise CheckpointNotWritten(str(folder), refused[0])
     dist_checkpointing.save(_sharded(optimizer, inner, loading=False), str(place))
 
 
