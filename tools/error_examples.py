@@ -129,6 +129,15 @@ entry(
     why="A compliance suite ran a model in several processes. What follows is the end of what that process wrote.",
     way="Mend what the traceback shows.",
 )
+entry(
+    e.FailedElsewhere("forward_backward of adapter 'alice'", 1, "BadRow: row 0 has 9 input_ids and 8 labels"),
+    why="Ranks compute together, so what one can't do none does. The other rank's own error has its traceback there.",
+    way="Mend what that rank's error tells. Other tenants are as they were.",
+)
+entry(
+    e.RanksApart(1, "forward_backward of 'alice'", ["clip_grad_and_step of 'bob'"]),
+    way="Let all ranks run one script, and none leave out a call because it has no rows.",
+)
 entry(e.AlreadyInitialized({"mode": "local", "seed": 1}, {"mode": "local", "seed": 2}))
 
 # ---------------------------------------------------------------------------------------------------- hubs and data

@@ -73,7 +73,9 @@ from twinkle_core.errors.data import NotOnHub as NotOnHub
 from twinkle_core.errors.data import Unreachable as Unreachable
 from twinkle_core.errors.meshes import AlreadyInitialized as AlreadyInitialized
 from twinkle_core.errors.meshes import BadMesh as BadMesh
+from twinkle_core.errors.meshes import FailedElsewhere as FailedElsewhere
 from twinkle_core.errors.meshes import RankFailed as RankFailed
+from twinkle_core.errors.meshes import RanksApart as RanksApart
 from twinkle_core.errors.names import AlreadyBuilt as AlreadyBuilt
 from twinkle_core.errors.names import Ambiguous as Ambiguous
 from twinkle_core.errors.names import ApiMismatch as ApiMismatch

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from twinkle_core.errors.base import TwinkleError
 
 
@@ -43,6 +45,26 @@ class RankFailed(TwinkleError, RuntimeError):
     def __init__(self, rank: int, world_size: int, what: str, output: str) -> None:
         lines = "".join(f"\n    {line}" for line in output.strip().splitlines()[-20:])
         super().__init__(f"rank {rank} of {world_size} {what}:{lines or ' it wrote nothing'}")
+
+
+class FailedElsewhere(TwinkleError, RuntimeError):
+    """A call that failed on another rank, and is therefore given up on all."""
+
+    def __init__(self, what: str, rank: int, why: str) -> None:
+        super().__init__(f"{what} failed on rank {rank}, and was given up on all ranks: {why}")
+
+
+class RanksApart(TwinkleError, RuntimeError):
+    """Ranks that must make the same calls, and do not."""
+
+    def __init__(self, rank: int, told: str, waiting: Iterable[str], seconds: float | None = None) -> None:
+        here = ", ".join(waiting) or "nothing"
+        late = "" if seconds is None else f" for {seconds:g} s"
+        super().__init__(
+            f"rank 0 is at {told}, and rank {rank} waits{late} with {here}.\n"
+            f"    every rank makes the same calls, each thread its own in the same order; "
+            f"a rank without rows of a tenant gives [] for it"
+        )
 
 
 class AlreadyInitialized(TwinkleError, RuntimeError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -45,7 +45,7 @@ def one_at_a_time(verb: F) -> F:
 
     @functools.wraps(verb)
     def locked(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with self.turns:
+        with self._turn(verb, args, kwargs):
             return verb(self, *args, **kwargs)
 
     return cast(F, locked)
@@ -67,6 +67,17 @@ class Sessions:
         self.turns = Turns()
         for name in adapters.names():
             self.sessions[name] = Session(name)
+
+    def _turn(
+        self, verb: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> contextlib.AbstractContextManager[Any]:
+        """The turn in which a verb runs that was called with these arguments."""
+        return self.turns
+
+    def _chosen(self) -> str | None:
+        """The adapter of the innermost ``adapter()`` context of this thread."""
+        chosen = [name for model, name, _ in _CHOSEN.get() if model == id(self)]
+        return chosen[-1] if chosen else None
 
     @contextlib.contextmanager
     def adapter(self, name: str, *, disable_lora: bool = False) -> Iterator[str]:
@@ -90,11 +101,11 @@ class Sessions:
             UnknownAdapter, WhichAdapter, BadArgument.
         """
         if adapter_name is None:
-            chosen = [name for model, name, _ in _CHOSEN.get() if model == id(self)]
+            chosen = self._chosen()
             live = [name for name in list(self.sessions) if name != BASE]
-            if not chosen and len(live) > 1:
+            if chosen is None and len(live) > 1:
                 raise WhichAdapter(live)
-            adapter_name = chosen[-1] if chosen else live[0] if live else BASE
+            adapter_name = chosen if chosen is not None else live[0] if live else BASE
         if not isinstance(adapter_name, str):
             raise BadArgument("adapter_name", adapter_name, "the name of an adapter ('' is the base model) or None")
         session = self.sessions.get(self.adapters.known_as(adapter_name))

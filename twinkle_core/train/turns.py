@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
+from contextlib import AbstractContextManager
 from threading import Lock, get_ident
 from types import TracebackType
+from typing import Any
 
 
 class Turns:
@@ -23,6 +25,15 @@ class Turns:
         self._queue: deque[tuple[int, Lock]] = deque()
         self._owner: int | None = None
         self._depth = 0
+
+    def of(self, verb: str, name: str) -> AbstractContextManager[Any]:
+        """The turn in which ``verb`` of an adapter runs. Where several ranks take turns together, this is how they know which
+        of their threads' calls are one call."""
+        return self
+
+    def local(self) -> AbstractContextManager[Any]:
+        """The turn for something that no other rank has a part in."""
+        return self
 
     @property
     def waiting(self) -> int:

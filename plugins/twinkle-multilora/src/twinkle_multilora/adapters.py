@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +14,8 @@ from peft.tuners.lora.layer import Linear
 from peft.tuners.tuners_utils import BaseTunerLayer
 
 from twinkle_core.contracts.adapters import BASE
-from twinkle_core.errors import BadAdapter
+from twinkle_core.errors import BadAdapter, FailedElsewhere
+from twinkle_core.isolation import attempt
 from twinkle_core.ops.lora_linear import dropout_seed
 from twinkle_multilora.backend import needed
 from twinkle_multilora.layers import Draws, Selection, SlotLinear, Span
@@ -24,6 +24,7 @@ from twinkle_multilora.pool import LoraTenant, SlotPool
 
 if TYPE_CHECKING:
     from twinkle_transformers import checkpoint, rehearse, rules, tree
+    from twinkle_transformers.parallel import WORLD
     from twinkle_transformers.precision import Precision
     from twinkle_transformers.rehearse import Trial
     from twinkle_transformers.store import ModelStore
@@ -33,6 +34,7 @@ else:
         needed(f"twinkle_transformers.{name}", "transformers", "SlotAdapters")
         for name in ("checkpoint", "rehearse", "rules", "tree")
     )
+    WORLD = needed("twinkle_transformers.parallel", "transformers", "SlotAdapters").WORLD
 
 #: what peft calls an adapter in the copies that configs are tried on
 _INNER = "twinkle"
@@ -116,15 +118,42 @@ class SlotAdapters(ModelStore):
     # ------------------------------------------------------------------------------------------------ acquire, release
 
     def acquire(self, name: str, config: Any) -> str:
-        """A tenant's adapter in the first free slot. Returns the slot's name.
+        """A tenant's adapter in the first free slot. Returns the slot's name. On several ranks: the same on all.
 
         Args:
             config: a ``LoraConfig``, or where an adapter is saved (a folder, ``ms://``, ``hf://``).
 
         Raises:
             DuplicateAdapter, SlotsFull, RankTooLarge. BadAdapter: the name, or an option that slots can't serve. What reading
-            a folder raises. Nothing was changed.
+            a folder raises. FailedElsewhere: another rank raised it. Nothing was changed.
         """
+        made = self._together(name, lambda: self._acquire(name, config))
+        return made.adapter_name
+
+    def _together(self, name: str, acquire: Callable[[], LoraTenant]) -> LoraTenant:
+        """Acquire on all ranks or on none, with the first weights, and the dropout, that rank 0 has."""
+        meeting = self.layout.meeting if self.layout is not None else None
+        if meeting is None or meeting.mesh.world_size == 1:
+            return acquire()
+        self.rest_shards()
+        state = torch.get_rng_state()
+        done = attempt(acquire)
+        seed = self._draws[done.value.index].seed if done.value is not None else None
+        told = meeting.gather_objects((seed, done.why), WORLD)
+        failed = next((rank for rank, (_, why) in enumerate(told) if why), None)
+        if failed is not None:
+            if done.error is not None:
+                raise done.error
+            self.release(name)
+            torch.set_rng_state(state)
+            raise FailedElsewhere(f"to make adapter '{name}'", failed, told[failed][1])
+        assert done.value is not None
+        draws = self._draws[done.value.index]
+        draws.seed, draws.rank = told[0][0], meeting.mesh.data_rank
+        meeting.agree(self._parameters[name].values())
+        return done.value
+
+    def _acquire(self, name: str, config: Any) -> LoraTenant:
         rules.check_name(name)
         self.pool.check_new(name)
         state: dict[str, torch.Tensor] | None = None
@@ -147,7 +176,7 @@ class SlotAdapters(ModelStore):
             self._empty(name, slot)
             raise
         self.pool.take(slot, name, config)
-        return slot.adapter_name
+        return slot
 
     def release(self, name: str) -> None:
         slot = self.pool.of(name)
@@ -170,11 +199,12 @@ class SlotAdapters(ModelStore):
         state = torch.get_rng_state()
         reads: dict[str, torch.nn.Parameter] = {}
         with rehearse.refusals(name, type(self.module).__name__):
-            with self.precision.as_stored(base.values(), ()):
-                made = rehearse.inject(self._plain(), _INNER, config, weightless=False)
+            with self.precision.as_stored(base.values(), ()), tree.stand_ins(copied := self._plain()):
+                made = rehearse.inject(copied, _INNER, config, weightless=False)
+            if fresh:
+                rehearse.check_not_rounded(name, {key: base[key] for key in made.reads}, self.precision)
             reads = {key: base[key] for key in made.reads if base[key] in self.precision.narrowed}
             if reads and fresh:  # it began from values that were left out
-                rehearse.check_not_rounded(name, reads, self.precision)
                 torch.set_rng_state(state)
                 with self.precision.as_stored(base.values(), set(reads.values())):
                     made = rehearse.inject(self._plain(), _INNER, config, weightless=False)
@@ -262,7 +292,10 @@ class SlotAdapters(ModelStore):
             self._draws[self.selection.active].passes += 1
 
     def training_state(self, name: str) -> dict[str, Any]:
-        return {} if self.known(name) == BASE else asdict(self._draws[self.pool.of(name).index])
+        if self.known(name) == BASE:
+            return {}
+        draws = self._draws[self.pool.of(name).index]
+        return {"seed": draws.seed, "passes": draws.passes}
 
     def load_training_state(self, name: str, state: Mapping[str, Any]) -> None:
         if name != BASE and {"seed", "passes"} <= state.keys():

@@ -21,7 +21,6 @@ class MultiLoraSuite(ModelSuite):
     full_parameters = False
     vocabulary = 250
     generate_arguments = {"max_new_tokens": 3}
-    expected_failures = {"test_two_ranks_are_one": "it trains in one process in this version, and refuses a mesh of several"}
 
     def build(self, **options: Any) -> MultiLoraTransformersModel:
         return MultiLoraTransformersModel(
@@ -29,10 +28,6 @@ class MultiLoraSuite(ModelSuite):
             mixed_precision="no",
             **{"device_mesh": DeviceMesh.from_sizes(device_type="cpu"), "max_loras": 3, "max_r": 8, **options},
         )
-
-    def test_two_ranks_are_one(self, rows: Any, tmp_path: Any) -> None:
-        self.build(device_mesh=DeviceMesh.from_sizes(world_size=2, dp_size=2, device_type="cpu"))  # what is refused, is so here
-        super().test_two_ranks_are_one(rows, tmp_path)
 
     def adapter_config(self, name: str) -> LoraConfig:
         return LoraConfig(r=4, lora_alpha=8, target_modules="all-linear")

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from twinkle_core.contracts.engine import Batch, LossFn
-from twinkle_core.isolation import attempt
+from twinkle_core.errors import FailedElsewhere
+from twinkle_core.errors.adapters import whose
+from twinkle_core.isolation import attempt, describe
 from twinkle_core.ops.token_logps import Tempered, token_logps
 from twinkle_core.train.loop_engine import evaluating
 from twinkle_core.types import IGNORE_INDEX, LossOutput, ModelOutput
@@ -26,10 +28,14 @@ if TYPE_CHECKING:
     from twinkle_multilora.adapters import SlotAdapters
     from twinkle_transformers.attention import by_row
     from twinkle_transformers.engine import TOKEN_NEEDS, TransformersEngine, training
+    from twinkle_transformers.parallel import WORLD
 else:
     by_row = needed("twinkle_transformers.attention", "transformers", "SlotEngine").by_row
     _engine = needed("twinkle_transformers.engine", "transformers", "SlotEngine")
     TOKEN_NEEDS, TransformersEngine, training = _engine.TOKEN_NEEDS, _engine.TransformersEngine, _engine.training
+    WORLD = needed("twinkle_transformers.parallel", "transformers", "SlotEngine").WORLD
+
+T = TypeVar("T")
 
 #: rows of logits at a time: so few that they stay near the processor, and enough to keep a matmul busy
 CHUNK = 128
@@ -86,6 +92,8 @@ class SlotEngine(TransformersEngine):
         self._sharing: dict[Any, Sharing] = {}
         self._configs = configs_of(self.module)
         self._forwards: dict[int, Pack] = {}  # by slot: the training forward that waits for its backward
+        self._by_itself = False
+        self._packs: dict[Any, bool] = {}
 
     # ------------------------------------------------------------------------------------------------ what can be shared
 
@@ -96,17 +104,79 @@ class SlotEngine(TransformersEngine):
         if not self.fast:
             return Sharing("turns", "fast=False")
         how = tuple(str(config._attn_implementation) for config in self._configs)
-        key = (how, self.precision.compute, torch.get_num_threads())
+        threads = 0 if self.several else torch.get_num_threads()  # ranks ask together, whatever the threads of each
+        key = (how, self.precision.compute, threads)
         if key not in self._sharing:
-            self._sharing[key] = sharing_of(self.module, self.slots, lambda: self.precision.autocast(self.device), self.device)
+            autocast = functools.partial(self.precision.autocast, self.device)
+            self._sharing[key] = sharing_of(
+                self.module, self.slots, autocast, self.device, around=self.around, agree=self.agree
+            )
         return self._sharing[key]
 
     def piece(self, batch: Batch, needs: frozenset[str], task: str = "causal_lm") -> Piece | None:
         """A batch as it goes into a packed pass; None: it doesn't."""
-        if self.slots is None or task != "causal_lm" or not needs <= _NEEDS or batch.dummy or self.sharing.way == "turns":
+        if self.slots is None or task != "causal_lm" or not needs <= _NEEDS or not self.packs:
             return None
-        found = piece_of(batch.inputs, self._takes)
-        return found if found is not None and self._output_layer({"input_ids": found.ids[None]}) is not None else None
+        return piece_of(batch.inputs, self._takes)
+
+    @property
+    def packs(self) -> bool:
+        """Whether the model has packed passes. Asked of it by all ranks at once, whatever rows they have."""
+        if self.sharing.way == "turns":
+            return False
+        few = {"input_ids": torch.arange(8, device=self.device)[None]}
+        if not self.in_step:
+            return self._output_layer(few) is not None
+        key = (id(self.module.get_output_embeddings()), getattr(self.module.forward, "__func__", self.module.forward))
+        if key not in self._packs:
+            with torch.no_grad():
+                self._packs[key] = self.around(lambda: self._output_layer(few) is not None)
+        return self._packs[key]
+
+    # ------------------------------------------------------------------------------------------------ several ranks
+
+    @property
+    def several(self) -> bool:
+        """Whether several ranks compute together."""
+        return self.mesh.world_size > 1
+
+    @contextmanager
+    def by_itself(self) -> Iterator[None]:
+        """Inside, ``prepare`` asks no other rank how many micro-batches it has; where there are no rows it makes one that
+        trains nothing."""
+        self._by_itself = True
+        try:
+            yield
+        finally:
+            self._by_itself = False
+
+    def most(self, count: int) -> int:
+        return max(count, 1) if self._by_itself else super().most(count)
+
+    def tell(self, what: Any) -> Any:
+        """What rank 0 gives, on all ranks."""
+        box = [what]
+        torch.distributed.broadcast_object_list(box, src=0, device=self.device)
+        return box[0]
+
+    def fail_together(self, errors: Sequence[BaseException | None], what: Sequence[str]) -> list[BaseException | None]:
+        """What went wrong with each of several things, on whatever rank: all ranks give up what one can't do.
+
+        Args:
+            errors: of this rank. All ranks ask for the same things.
+            what: in words.
+        """
+        if not self.several:
+            return list(errors)
+        here = torch.tensor([float(error is not None) for error in errors], device=self.device)
+        if not self.meeting.all_reduce(here, WORLD).any():
+            return list(errors)
+        told = self.gather_objects([None if error is None else describe(error) for error in errors], "world")
+        found: list[BaseException | None] = []
+        for i, error in enumerate(errors):
+            rank = next((rank for rank, texts in enumerate(told) if texts[i] is not None), None)
+            found.append(error if error is not None or rank is None else FailedElsewhere(what[i], rank, told[rank][i]))
+        return found
 
     # ------------------------------------------------------------------------------------------------ one tenant
 
@@ -121,7 +191,7 @@ class SlotEngine(TransformersEngine):
             return super().forward(batch, needs, train=train, temperature=temperature, task=task)
         slot = self.slots.selection.active
         with self._pass([piece], [slot], train) as packed:
-            (output,) = self._outputs(packed, [needs], temperature, train)
+            _, (output,) = self._outputs(packed, [needs], temperature, train)
         if train and slot is not None:
             self._forwards[slot] = packed
         return output
@@ -154,6 +224,7 @@ class SlotEngine(TransformersEngine):
         slot = self.slots.selection.active if self.slots is not None else None
         pieces = [self.piece(batch, needs, task) if train else None for batch in batches]
         if slot is None or any(piece is None for piece in pieces):
+            loss_fn = self._together(loss_fn) if train else loss_fn
             super().run_schedule(batches, needs, loss_fn, train=train, sync=sync, temperature=temperature, task=task)
             return
         for batch in batches:
@@ -161,6 +232,19 @@ class SlotEngine(TransformersEngine):
             self.run_shared([share], temperature=temperature)
             if share.error is not None:
                 raise share.error
+
+    def _together(self, loss_fn: LossFn) -> LossFn:
+        """A loss that all ranks compute, or none."""
+
+        def called(batch: Batch, output: ModelOutput) -> LossOutput:
+            done = attempt(lambda: loss_fn(batch, output))
+            (error,) = self.fail_together([done.error], ["forward_backward"])
+            if error is not None:
+                raise error
+            assert done.value is not None
+            return done.value
+
+        return called
 
     # ------------------------------------------------------------------------------------------------ several
 
@@ -173,21 +257,41 @@ class SlotEngine(TransformersEngine):
         assert len(pieces) == len(shares)
         slots = [share.slot for share in shares]
         seams: list[list[Seam]] = [[] for _ in shares]
+        needs = [share.needs for share in shares]
         with self._pass(pieces, slots, True) as packed:
-            outputs = self._outputs(packed, [share.needs for share in shares], temperature, True, seams)
-        for share, own in zip(shares, seams, strict=True):
+            hidden, outputs = self._all_or_none(lambda: self._outputs(packed, needs, temperature, True, seams))
+        for share in shares:
             # a tenant's own code, forward and backward: its fault is its own. Outputs are handed over one by one: none outlives
             # its loss. No pass is open here, so a loss may call the model.
-            done = attempt(functools.partial(self._loss_of, share, outputs.pop(0)))
-            share.error = done.error
-            if share.error is not None:
-                share.loss = None
+            share.error = attempt(functools.partial(self._loss_of, share, outputs.pop(0))).error
+        errors = self.fail_together([share.error for share in shares], [self._whose(share.slot) for share in shares])
+        for share, own, error in zip(shares, seams, errors, strict=True):
+            if error is not None:
+                share.error, share.loss = error, None
                 own.clear()
         reached = [(seam.root, seam.leaf.grad) for own in seams for seam in own if seam.leaf.grad is not None]
         failed = [share.slot for share in shares if share.error is not None]
+        if self.in_step and len(failed) < len(shares):  # ranks go back through the model together, whatever their rows gave
+            reached.append((hidden, torch.zeros_like(hidden)))
+        del hidden
         if reached:
             with self._made_ready(packed, slots, False), self._kept(failed), training(self.module):
                 torch.autograd.backward([root for root, _ in reached], [gradient for _, gradient in reached])
+
+    def _all_or_none(self, call: Callable[[], T]) -> T:
+        """``call()``, which fails on all ranks or on none. (Where ranks are in step, one that stops stops in the middle of a
+        pass, and the others with it.)"""
+        if not self.several or self.in_step:
+            return call()
+        done = attempt(call)
+        (error,) = self.fail_together([done.error], ["a pass that tenants share"])
+        if error is not None:
+            raise error
+        return done.value  # type: ignore[return-value]
+
+    def _whose(self, slot: int) -> str:
+        assert self.slots is not None
+        return f"forward_backward of {whose(self.slots.pool.slots[slot].tenant_adapter_name or '')}"
 
     def _loss_of(self, share: Share, output: ModelOutput) -> None:
         """A tenant's loss, and its gradients as far as the outputs. What it does to the grad mode ends with it."""
@@ -237,16 +341,18 @@ class SlotEngine(TransformersEngine):
         temperature: float,
         train: bool,
         seams: Sequence[list[Seam]] | None = None,
-    ) -> list[ModelOutput]:
-        """What each piece needs, in its batch's layout. ``seams``: gets where each piece's graph is cut off the pass."""
+    ) -> tuple[torch.Tensor, list[ModelOutput]]:
+        """The last hidden states of a pass, and what each piece needs, in its batch's layout. ``seams``: gets where each
+        piece's graph is cut off the pass."""
         layer = self._output_layer({"input_ids": packed.ids})
-        mode = training(self.module) if train else evaluating(self.module)
-        with mode, self.precision.autocast(self.device):
+        outputs: list[ModelOutput] = []
+
+        def compute() -> list[torch.Tensor]:
+            """Gives what backward may begin from: where weights lie apart, they are fetched when it does."""
             body = self.module.base_model(input_ids=packed.ids, position_ids=packed.positions, use_cache=False)
             hidden: torch.Tensor = body.last_hidden_state
-            tokens = self._tokens(packed, needs, hidden, layer, temperature)
+            tokens, known = self._tokens(packed, needs, hidden, layer, temperature)
             shown = layer if temperature == 1.0 else Tempered(layer, temperature)
-            outputs = []
             cuts: Sequence[list[Seam] | None] = seams or [None] * len(needs)
             for piece, own, want, found, cut in zip(packed.pieces, packed.parts(hidden), needs, tokens, cuts, strict=True):
                 output = ModelOutput({k: _cut_off(v, cut) for k, v in found.items() if k in want})
@@ -257,7 +363,11 @@ class SlotEngine(TransformersEngine):
                     if "logits" in want:
                         output["logits"] = shown(rows)
                 outputs.append(output)
-        return outputs
+            return [hidden, *known]
+
+        mode = training(self.module) if train else evaluating(self.module)
+        with mode, self.precision.autocast(self.device):
+            return self.around(compute)[0], outputs
 
     def make_optimizer(
         self, cls: Any, parameters: Mapping[str, torch.nn.Parameter], kwargs: Mapping[str, Any]
@@ -270,10 +380,11 @@ class SlotEngine(TransformersEngine):
 
     def _tokens(
         self, packed: Pack, needs: Sequence[frozenset[str]], hidden: torch.Tensor, layer: Any, temperature: float
-    ) -> list[dict[str, torch.Tensor]]:
-        """logps, entropies and predictions of each piece. Those who want entropies are computed apart from those who don't:
-        another formula gives their logps' gradients."""
+    ) -> tuple[list[dict[str, torch.Tensor]], list[torch.Tensor]]:
+        """logps, entropies and predictions of each piece, and all of these as they were before they were cut. Those who want
+        entropies are computed apart from those who don't: another formula gives their logps' gradients."""
         found: list[dict[str, torch.Tensor]] = [{} for _ in needs]
+        seen: list[torch.Tensor] = []
         for entropies in (False, True):
             mine = [bool(want & TOKEN_NEEDS) and ("entropies" in want) == entropies for want in needs]
             if not any(mine):
@@ -291,11 +402,12 @@ class SlotEngine(TransformersEngine):
             for name, value, fill in zip(("logps", "entropies", "predictions"), values, (0.0, 0.0, IGNORE_INDEX), strict=True):
                 if value is None:
                     continue
+                seen.append(value)
                 known = value.masked_fill(labels == IGNORE_INDEX, fill)
                 for piece, part, own, into in zip(packed.pieces, packed.parts(known), mine, found, strict=True):
                     if own:
                         into[name] = piece.spread(part, fill)
-        return found
+        return found, seen
 
 
 def _cut_off(root: torch.Tensor, seams: list[Seam] | None) -> torch.Tensor:

@@ -47,6 +47,11 @@ class Draws:
 
     seed: int
     passes: int = 0  # training forwards begun
+    rank: int = 0  # which share of the rows this is; each has masks of its own
+
+    def mask(self, layer: int) -> int:
+        """The seed of a layer's mask in this forward."""
+        return dropout_seed(self.seed, self.passes, layer, *([self.rank] if self.rank else ()))
 
 
 @dataclass(slots=True)
@@ -169,7 +174,7 @@ class SlotLinear(torch.nn.Module, BaseTunerLayer):  # type: ignore[misc]
             return None
         drop = None
         if part.dropout and self.training:
-            drop = Dropout(part.dropout, dropout_seed(part.draws.seed, part.draws.passes, self.number))
+            drop = Dropout(part.dropout, part.draws.mask(self.number))
         return Lora(part.A, part.B, part.scaling, drop)
 
     @staticmethod

@@ -46,7 +46,7 @@ class MultiLora:
     @remote_function(dispatch="all", collect="first")
     def tenants(self) -> list[LoraTenant]:
         """All slots in order, held or free: copies of what is noted about them."""
-        with self._model.turns:
+        with self._model.turns.local():
             return copy.deepcopy(self._pool.slots)
 
     @remote_function(dispatch="all", collect="first")
@@ -63,7 +63,7 @@ class MultiLora:
         Raises:
             SlotsFull, RankTooLarge (both RuntimeErrors), DuplicateAdapter, BadAdapter: nothing was changed.
         """
-        with self._model.turns:
+        with self._model.turns.of("add_adapter_to_model", name):
             self._model.add_adapter_to_model(name, config, gradient_accumulation_steps=gradient_accumulation_steps)
             return self._pool.of(name).adapter_name
 
@@ -83,7 +83,7 @@ class MultiLora:
         Args:
             disable_lora: the tenant's session over the base model alone; what trains is refused there.
         """
-        with self._model.turns:
+        with self._model.turns.local():
             slot = self._pool.of(self._pool.known_as(name))
         with self._model.adapter(name, disable_lora=disable_lora):
             yield slot.adapter_name

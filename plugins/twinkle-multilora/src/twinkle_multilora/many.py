@@ -41,7 +41,8 @@ class Many(ForwardVerbs):
         What comes out is, bit for bit, what a ``forward_backward`` of each tenant alone gives, in any order and company.
 
         Args:
-            inputs: by tenant: encoded rows, one collated batch, or conversations.
+            inputs: by tenant: encoded rows, one collated batch, or conversations. On several ranks: this rank's, of the same
+                tenants on all; ``[]`` where it has none of a tenant's.
             gradient_accumulation_steps: becomes each session's.
             temperature: as for ``forward``.
             loss_args: for the losses. A dict whose keys are names of tenants gives each its own, and those that it doesn't
@@ -69,7 +70,8 @@ class Many(ForwardVerbs):
         order = sorted(many, key=lambda asked: self._slot(asked.session.name)) if self.engine.mesh.world_size > 1 else many
         ready = self._all_ready(order)
         raise_first(ready)
-        outcomes = dict(zip(map(id, order), self._run_all(ready), strict=True))
+        calls = [call for call in ready if isinstance(call, Call)]
+        outcomes = dict(zip(map(id, order), self._run_all(calls), strict=True))
         in_order = [outcomes[id(asked)] for asked in many]
         raise_first(in_order)
         return dict(zip(inputs, in_order, strict=True))

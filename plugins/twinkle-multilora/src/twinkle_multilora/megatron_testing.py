@@ -252,8 +252,9 @@ class InTurns:
         def full(*args: Any, **kwargs: Any) -> None:
             raise OSError(errno.ENOSPC, "No space left on device")
 
-        from twinkle_megatron import files
+        from twinkle_megatron import files as module
 
+        files: Any = module
         found, real = [], files.save_file
         try:
             files.save_file = full if rank == 0 else real

@@ -13,6 +13,7 @@ from twinkle_multilora.backend import needed
 from twinkle_multilora.engine import SlotEngine
 from twinkle_multilora.manager import MultiLora
 from twinkle_multilora.pool import check_size
+from twinkle_multilora.ranks import RankScheduler, RankTurns
 from twinkle_multilora.scheduler import TenantScheduler
 from twinkle_multilora.together import Together
 
@@ -52,8 +53,8 @@ class MultiLoraTransformersModel(Together, TransformersModel):
         kwargs: all others of TransformersModel.
 
     Raises:
-        BadLayout: a mesh of several ranks. BadArgument, BadAdapter: no slots can be made of these. What TransformersModel
-            raises.
+        BadLayout: a mesh that is not of data ranks alone. BadArgument, BadAdapter: no slots can be made of these. What
+            TransformersModel raises.
     """
 
     adapters: SlotAdapters
@@ -79,10 +80,7 @@ class MultiLoraTransformersModel(Together, TransformersModel):
     ) -> None:
         for name, value in (("max_loras", max_loras), ("max_r", max_r), ("max_length", max_length)):
             check_size(name, value)
-        ranks = mesh_of(type(self).__name__, device_mesh).world_size
-        if ranks > 1:  # which calls ride one pass is decided by when they come, on each rank by itself
-            why = f"tenants share passes in one process in this version, and it has {ranks} ranks"
-            raise BadLayout(type(self).__name__, why)
+        _check_mesh(type(self).__name__, mesh_of(type(self).__name__, device_mesh))
         self._slots = {"max_loras": max_loras, "max_r": max_r, "target_modules": target_modules}
         super().__init__(
             model_cls,
@@ -97,7 +95,27 @@ class MultiLoraTransformersModel(Together, TransformersModel):
         self.engine.max_length, self.engine.slots = max_length, self.adapters
         self.engine.fast = self.adapters.selection.lean = fast
         self.scheduler = TenantScheduler(self)
+        if self.engine.several:
+            rank = self.engine.mesh.rank
+            self.turns = turns = RankTurns(rank, self.engine.tell, lambda: self._chosen() or "")
+            self.scheduler = RankScheduler(self, turns, rank)
         self.multi_lora = MultiLora(self, self.adapters.pool)
 
     def make_adapters(self, module: torch.nn.Module, precision: Precision, tokenizer: Callable[[], Any]) -> SlotAdapters:
         return SlotAdapters(module, precision, tokenizer, **self._slots)
+
+
+#: what of a mesh tenants can't be laid over, and why
+_REFUSED = {
+    "tp_size": "a slot holds whole A and B, and the layers that it is beside would be cut",
+    "ep_size": "tokens that travel to their experts meet those of other tenants",
+    "ulysses_size": "rows of a shared pass are not cut into parts of the sequence",
+}
+
+
+def _check_mesh(owner: str, mesh: DeviceMesh) -> None:
+    """Raise BadLayout unless ranks differ by their rows, and by which part of the frozen base they hold."""
+    sizes = {"tp_size": mesh.sizes["tp"], "ep_size": mesh.ep_size, "ulysses_size": mesh.ulysses_size}
+    for name, why in _REFUSED.items():
+        if sizes[name] > 1:
+            raise BadLayout(owner, f"{name} {sizes[name]}: {why}; tenants have dp_size and fsdp_size")

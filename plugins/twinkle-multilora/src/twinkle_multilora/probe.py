@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +28,8 @@ else:
 
 #: ``shared``: one matmul for all tenants' rows. ``apart``: one a tenant, all else in one pass. ``turns``: one tenant a pass.
 Way = Literal["shared", "apart", "turns"]
+T = TypeVar("T")
+_ELSEWHERE = "another rank found so"
 #: lengths of the rows that are tried
 _ROWS = (5, 9, 21)
 #: largest difference, relative to the largest number, that rounding makes between one packed pass and a plain one
@@ -48,34 +51,46 @@ class Sharing:
         }[self.way]
 
 
-def sharing_of(module: Any, slots: SlotAdapters, autocast: Callable[[], Any], device: torch.device) -> Sharing:
+def sharing_of(
+    module: Any,
+    slots: SlotAdapters,
+    autocast: Callable[[], Any],
+    device: torch.device,
+    *,
+    around: Callable[[Callable[[], Any]], Any] = lambda call: call(),
+    agree: Callable[[bool], bool] = bool,
+) -> Sharing:
     """The best way in which rows of tenants keep apart to the last bit.
 
     Runs the model on a few tokens, without adapters. Nothing is drawn from the global generator, and nothing is left changed.
 
     Args:
         autocast: gives the context of the model's forwards.
+        around: what runs weights of the model runs inside.
+        agree: whether something is so on every rank. All ranks try, and go by the one with the least.
     """
     reason = _out_of_the_question(module)
     if reason:
         return Sharing("turns", reason)
-    try:
-        with autocast():
-            plain = _plain(module, device)
-        for way in ("shared", "apart"):
-            with autocast():
-                seen = _tried(module, slots, device, apart=way == "apart")
-            if not all(_close(a, b) for a, b in zip(seen.alone, plain, strict=True)):
-                return Sharing("turns", "a packed row gives other numbers than the row alone in the plain model")
-            mixed = not seen.same
-            if way == "shared":
-                why = "rows of one matmul depend on one another" if mixed else _weights(module, slots, autocast, device)
-                if not why:
-                    return Sharing("shared")
-            elif not mixed:
-                return Sharing("apart", why)
-    except (TypeError, ValueError, RuntimeError, NotImplementedError, KeyError, IndexError) as error:
-        return Sharing("turns", f"a packed pass can't be made: {error}")
+    trial = _Trial(module, slots, autocast, device, around)
+    plain, why = trial.made(trial.plain)
+    if not agree(not why):
+        return Sharing("turns", why or _ELSEWHERE)
+    for way in ("shared", "apart"):
+        seen, why = trial.made(functools.partial(trial.tried, apart=way == "apart"))
+        if not agree(not why):
+            return Sharing("turns", why or _ELSEWHERE)
+        assert seen is not None and plain is not None
+        if not agree(all(_close(a, b) for a, b in zip(seen.alone, plain, strict=True))):
+            return Sharing("turns", "a packed row gives other numbers than the row alone in the plain model")
+        same = agree(seen.same)
+        if way == "shared":
+            mixing = "" if same else "rows of one matmul depend on one another"
+            mixing = mixing or _weights(module, slots, autocast, device)
+            if agree(not mixing):
+                return Sharing("shared")
+        elif same:
+            return Sharing("apart", mixing or _ELSEWHERE)
     return Sharing("turns", "rows change with their company")
 
 
@@ -122,51 +137,71 @@ class _Seen:
     same: bool  # whether each row, and all gradients, were the same bits in every company
 
 
-def _tried(module: Any, slots: SlotAdapters, device: torch.device, *, apart: bool) -> _Seen:
-    rows = range(len(_ROWS))
-    alone = [_pass(module, slots, device, [row], apart)[row] for row in rows]
-    same = True
-    for company in ([0, 1, 2], [2, 1, 0], [1, 0]):
-        found = _pass(module, slots, device, company, apart)
-        same &= all(torch.equal(a, b) for row in company for a, b in zip(found[row], alone[row], strict=True))
-    return _Seen([numbers[0] for numbers in alone], same)
+@dataclass(frozen=True, slots=True)
+class _Trial:
+    """Passes of a few rows. See ``sharing_of``."""
 
+    module: Any
+    slots: SlotAdapters
+    autocast: Callable[[], Any]
+    device: torch.device
+    around: Callable[[Callable[[], Any]], Any]
 
-def _pass(
-    module: Any, slots: SlotAdapters, device: torch.device, company: Sequence[int], apart: bool
-) -> dict[int, tuple[Tensor, ...]]:
-    """Hidden state, logps, and the gradient of the embeddings, of each row of a packed pass."""
-    packed = pack([_piece(module, row, device) for row in company])
-    embedded = module.get_input_embeddings()(packed.ids).detach().requires_grad_()
-    head = module.get_output_embeddings()
-    spans = [Span(None, n) for n in (*(_ROWS[row] for row in company), packed.filler) if n]
-    with (
-        _at_rest(module),
-        torch.enable_grad(),
-        by_row(module, packed.lengths),
-        slots.share(spans, apart=apart, train=False),
-    ):
-        hidden = module.base_model(inputs_embeds=embedded, position_ids=packed.positions, use_cache=False).last_hidden_state
-        total = (hidden.double() * torch.linspace(-1, 1, hidden.shape[-1], device=device, dtype=torch.float64)).sum()
-        logps = torch.zeros_like(packed.labels, dtype=torch.float32)
-        if is_plain(head):
-            logps = token_logps(hidden, head, packed.labels.clamp(min=0))[0]
-            total = total + logps.double().sum()
-        (gradient,) = torch.autograd.grad(total, [embedded])
-    cut = [packed.parts(t.detach()) for t in (hidden, logps, gradient)]
-    return {row: tuple(part[i] for part in cut) for i, row in enumerate(company)}
+    def made(self, call: Callable[[], T]) -> tuple[T | None, str]:
+        """What came of a trial, or why it can't be made."""
+        try:
+            with self.autocast():
+                return call(), ""
+        except (TypeError, ValueError, RuntimeError, NotImplementedError, KeyError, IndexError) as error:
+            return None, f"a packed pass can't be made: {error}"
 
+    def tried(self, *, apart: bool) -> _Seen:
+        """The rows alone and in company."""
+        rows = range(len(_ROWS))
+        alone = [self._pass([row], apart)[row] for row in rows]
+        same = True
+        for company in ([0, 1, 2], [2, 1, 0], [1, 0]):
+            found = self._pass(company, apart)
+            same &= all(torch.equal(a, b) for row in company for a, b in zip(found[row], alone[row], strict=True))
+        return _Seen([numbers[0] for numbers in alone], same)
 
-def _plain(module: Any, device: torch.device) -> list[Tensor]:
-    """Hidden states of the rows, one by one, as the model computes them itself."""
-    found = []
-    with _at_rest(module), torch.no_grad():
-        for row in range(len(_ROWS)):
-            piece = _piece(module, row, device)
-            embedded = module.get_input_embeddings()(piece.ids[None])
-            result = module.base_model(inputs_embeds=embedded, position_ids=piece.positions[None], use_cache=False)
-            found.append(result.last_hidden_state[0])
-    return found
+    def _pass(self, company: Sequence[int], apart: bool) -> dict[int, tuple[Tensor, ...]]:
+        """Hidden state, logps, and the gradient of the embeddings, of each row of a packed pass."""
+        packed = pack([_piece(self.module, row, self.device) for row in company])
+        spans = [Span(None, n) for n in (*(_ROWS[row] for row in company), packed.filler) if n]
+        leaves = []
+
+        def forward() -> tuple[Tensor, Tensor]:
+            leaves.append(self.module.get_input_embeddings()(packed.ids).detach().requires_grad_())
+            result = self.module.base_model(inputs_embeds=leaves[0], position_ids=packed.positions, use_cache=False)
+            hidden, head = result.last_hidden_state, self.module.get_output_embeddings()
+            if is_plain(head):
+                return hidden, token_logps(hidden, head, packed.labels.clamp(min=0))[0]
+            return hidden, torch.zeros_like(packed.labels, dtype=torch.float32)
+
+        with (
+            _at_rest(self.module),
+            torch.enable_grad(),
+            by_row(self.module, packed.lengths),
+            self.slots.share(spans, apart=apart, train=False),
+        ):
+            hidden, logps = self.around(forward)
+            line = torch.linspace(-1, 1, hidden.shape[-1], device=self.device, dtype=torch.float64)
+            (gradient,) = torch.autograd.grad((hidden.double() * line).sum() + logps.double().sum(), leaves)
+        cut = [packed.parts(t.detach()) for t in (hidden, logps, gradient)]
+        return {row: tuple(part[i] for part in cut) for i, row in enumerate(company)}
+
+    def plain(self) -> list[Tensor]:
+        """Hidden states of the rows, one by one, as the model computes them itself."""
+
+        def forward(piece: Piece) -> Tensor:
+            embedded = self.module.get_input_embeddings()(piece.ids[None])
+            result = self.module.base_model(inputs_embeds=embedded, position_ids=piece.positions[None], use_cache=False)
+            return result.last_hidden_state[0]  # type: ignore[no-any-return]
+
+        with _at_rest(self.module), torch.no_grad():
+            pieces = [_piece(self.module, row, self.device) for row in range(len(_ROWS))]
+            return [self.around(functools.partial(forward, piece)) for piece in pieces]
 
 
 def _piece(module: Any, row: int, device: torch.device) -> Piece:

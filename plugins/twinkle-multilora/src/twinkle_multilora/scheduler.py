@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
-
-from twinkle_core.isolation import attempt
 
 if TYPE_CHECKING:
     import torch
@@ -17,7 +14,7 @@ if TYPE_CHECKING:
     from twinkle_multilora.together import Together
 
 
-class _Ticket:
+class Ticket:
     """A call that waits, and what came of it."""
 
     __slots__ = ("asked", "done", "outcome")
@@ -45,20 +42,18 @@ class TenantScheduler:
     def __init__(self, model: Together, *, budget: int = 2048, alone: int = 512, patience: float = 0.002) -> None:
         self.budget, self.alone, self.patience = budget, alone, patience
         self._model = model
-        self._waiting: list[_Ticket] = []
+        self._waiting: list[Ticket] = []
         self._came = threading.Condition()
         self._last = 1  # calls of the last pass
 
     def serve(self, asked: Asked) -> torch.Tensor:
         """Run a call, with others that wait, or let another thread run it. Returns or raises what the call does."""
-        ticket = _Ticket(asked)
+        ticket = Ticket(asked)
         with self._came:
             self._waiting.append(ticket)
             self._came.notify_all()
         try:
-            with self._model.turns:
-                if not ticket.done:
-                    self._serve_with(ticket)
+            self._take_turn(ticket)
         finally:
             with self._came:
                 if ticket in self._waiting:  # interrupted before its turn
@@ -67,40 +62,45 @@ class TenantScheduler:
             raise ticket.outcome
         return ticket.outcome  # type: ignore[no-any-return]
 
-    def groups(self, calls: Sequence[Call], tokens: Callable[[Call], int | None]) -> Iterator[list[Call]]:
+    @property
+    def limits(self) -> tuple[int, int]:
+        """``budget`` and ``alone``."""
+        return self.budget, self.alone
+
+    @staticmethod
+    def groups(calls: Sequence[Call], tokens: Callable[[Call], int | None], limits: tuple[int, int]) -> Iterator[list[Call]]:
         """Calls in groups that share a pass: in order, within the budget, of one temperature.
 
         Args:
             tokens: of a call in a shared pass; None: it can't share one.
+            limits: ``budget`` and ``alone``.
         """
+        budget, alone = limits
         open_groups: dict[float, tuple[list[Call], int]] = {}
         for call in calls:
             count = tokens(call)
-            if count is None or count > self.alone:
+            if count is None or count > alone:
                 yield [call]
                 continue
             key = call.asked.temperature
             group, held = open_groups.pop(key, ([], 0))
-            if group and held + count > self.budget:
+            if group and held + count > budget:
                 yield group
                 group, held = [], 0
             open_groups[key] = ([*group, call], held + count)
         yield from (group for group, _ in open_groups.values())
 
-    def _serve_with(self, mine: _Ticket) -> None:
-        """It is this thread's turn: serve its call and those that wait, of each session the first."""
-        tickets = self._gather(mine)
-        calls = []
+    def _take_turn(self, ticket: Ticket) -> None:
+        """Wait for this thread's turn, and serve its call and those that wait, unless another's turn did."""
+        with self._model.turns:
+            if not ticket.done:
+                self._serve_all(self._gather(ticket))
+
+    def _serve_all(self, tickets: Sequence[Ticket]) -> None:
+        """It is this thread's turn: serve these calls, each of another session."""
         try:
-            for ticket in tickets:
-                done = attempt(functools.partial(self._model._ready, ticket.asked))
-                if done.value is None:
-                    ticket.outcome = done.error  # is raised to the tenant whose call it is
-                else:
-                    calls.append((ticket, done.value))
-            outcomes = self._model._run_all([call for _, call in calls])
-            for (ticket, _), outcome in zip(calls, outcomes, strict=True):
-                ticket.outcome = outcome
+            for ticket, outcome in zip(tickets, self._model._serve_all([t.asked for t in tickets]), strict=True):
+                ticket.outcome = outcome  # what is an error is raised to the tenant whose call it is
         except BaseException as error:  # Ctrl-C: nobody waits for ever
             for ticket in tickets:
                 ticket.outcome = ticket.outcome if ticket.outcome is not None else error
@@ -110,7 +110,8 @@ class TenantScheduler:
                 ticket.done = True
         self._last = len(tickets)
 
-    def _gather(self, mine: _Ticket) -> list[_Ticket]:
+    def _gather(self, mine: Ticket) -> list[Ticket]:
+        """This call and those that wait, of each session the first."""
         until = time.monotonic() + self.patience
         with self._came:
             while len(self._waiting) < self._last and (rest := until - time.monotonic()) > 0:
