@@ -165,7 +165,7 @@ class Family:
         for sizes in layouts:
             model = built(folder, sizes)
             model.set_optimizer("default", lr=2e-3)
-            found.append(steps(model, windows(4)))
+            found.append(steps(model, windows(3)))
             del model
         return found
 

@@ -57,6 +57,9 @@ def convert(owner: str, hf_config: Any) -> dict[str, Any]:
         converted["moe_router_score_function"] = "sigmoid"
         converted["moe_router_enable_expert_bias"] = True
         converted["moe_router_bias_update_rate"] = 0.0  # as in transformers; Megatron would move the bias with each update
+    text = hf_config.get_text_config()
+    if getattr(text, "output_router_logits", False) and getattr(text, "router_aux_loss_coef", 0):
+        get_logger("megatron").warning("the router's auxiliary loss (router_aux_loss_coef) is not added by %s", owner)
     if family not in PROVEN:
         get_logger("megatron").warning(
             "'%s' is among the families that mcore-bridge knows, and not among those compared here with transformers; "

@@ -1,8 +1,8 @@
 """Adapters that were trained elsewhere, brought to the form that Megatron's layers have, where they compute the same.
 
 Megatron has ``q_proj``, ``k_proj`` and ``v_proj`` in one layer, and ``gate_proj`` and ``up_proj``: their adapter has one A for
-all of them. One that has an A for each is the same as one of a higher rank, whose A are these below one another, and whose B are
-zero where they meet another's A:
+all of them. One that has an A for each is the same as one of a higher rank, whose A are these below one another, and whose
+B are zero where they meet another's A:
 
     [B_q 0 0; 0 B_k 0; 0 0 B_v] [A_q; A_k; A_v] x
 """

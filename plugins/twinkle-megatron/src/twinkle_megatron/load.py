@@ -12,7 +12,9 @@ import torch
 import torch.distributed as dist
 from mcore_bridge import ModelConfig, get_mcore_model
 from mcore_bridge.model import GPTModel
+from mcore_bridge.model.modules.gated_delta_net import GatedDeltaNet
 from mcore_bridge.utils import SafetensorLazyLoader
+from megatron.core import parallel_state
 
 from twinkle_core import hub
 from twinkle_core import settings as environment
@@ -175,6 +177,7 @@ def build(
     if folder is not None:
         _read(owner, built, folder)
     mark_experts(chunks)
+    mark_recurrent(chunks, layout.tp)
     for chunk in chunks:
         chunk._forward_output_layer = _hidden  # logits are the engine's: at labelled tokens alone, never all at once
         chunk.train()
@@ -215,6 +218,27 @@ def mark_experts(chunks: list[Any]) -> None:
     for module in (m for chunk in chunks for m in chunk.modules() if hasattr(m, "num_gemms")):
         for parameter in module.parameters(recurse=False):
             parameter.tensor_model_parallel = True
+
+
+def mark_recurrent(chunks: list[Any], tensor_ranks: int) -> None:
+    """Norms of linear attention whose gradients mcore-bridge leaves to chance under tensor parallelism.
+
+    The output's norm is of heads that lie on several ranks, so each has a part of its gradient. The input's is taken of whole
+    sequences, also where these are split between layers: each rank has all of its gradient, and it must not be added up.
+    """
+    if tensor_ranks == 1:
+        return
+    for module in (m for chunk in chunks for m in chunk.modules() if isinstance(m, GatedDeltaNet)):
+        for parameter in module.out_norm.parameters():
+            parameter.sequence_parallel = False
+            parameter.register_hook(_over_tensor_ranks)
+        module.in_proj.layer_norm_weight.sequence_parallel = False
+
+
+def _over_tensor_ranks(gradient: torch.Tensor) -> torch.Tensor:
+    total = gradient.contiguous().clone()
+    dist.all_reduce(total, group=parallel_state.get_tensor_model_parallel_group())
+    return total
 
 
 def set_weights(built: Built, state: Mapping[str, Any], inner: str | None = None) -> None:
