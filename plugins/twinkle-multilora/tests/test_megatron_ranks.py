@@ -53,6 +53,12 @@ def test_a_failure_is_nobody_elses_on_any_rank(llama, sizes):
 
 
 @pytest.mark.slow
+def test_a_disk_that_is_full_on_one_rank_is_told_on_all(llama, tmp_path):
+    given = {"folder": llama, "home": str(tmp_path), "sizes": {"tp_size": 2, "sequence_parallel": True}}
+    assert run(InTurns, "full_disk", 2, given, timeout=300) == [["No space left"]] * 2
+
+
+@pytest.mark.slow
 def test_each_goes_on_from_its_checkpoint_under_another_layout_too(llama, tmp_path):
     """All at once, in slots that others had: bit for bit under the same layout, to rounding under another one."""
     given = {"folder": llama, "home": str(tmp_path / "same"), "names": ["ada", "cyd", "eve"]}

@@ -63,3 +63,14 @@ class Draws:
         there = state.get(COPIES)
         if self.copies is not None and there is not None and there.shape == self.copies.shape:
             self.copies = there.clone()
+
+
+@contextlib.contextmanager
+def drawing_from(layout: Layout, seed: int, device: torch.device) -> Iterator[Draws]:
+    """Draws of a seed, which is torch's own state too inside. All states are put back on leaving."""
+    found = dict(get_cuda_rng_tracker().get_states())
+    with torch.random.fork_rng(devices=[] if device.type == "cpu" else [device]):
+        try:
+            yield Draws(layout, seed)
+        finally:
+            get_cuda_rng_tracker().set_states(found)

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import gc
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from mcore_bridge.bridge import gpt_bridge
 from megatron.core import parallel_state
-from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from twinkle_core import settings
 from twinkle_core.errors import BadLayout, BadMesh, ManyLayouts
@@ -183,17 +181,3 @@ def common_seed() -> int:
 def seed_ranks(seed: int) -> None:
     """Megatron's random states: equal where ranks hold copies, different where they hold parts."""
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
-
-
-@contextlib.contextmanager
-def drawing_from(seed: int, device: torch.device) -> Iterator[None]:
-    """Inside, random numbers are those of a seed, as ``seed_ranks`` lays them out. All states are put back on leaving."""
-    tracker = get_cuda_rng_tracker()
-    states, seeds = tracker.get_states(), tracker.seeds_
-    with torch.random.fork_rng(devices=[] if device.type == "cpu" else [device]):
-        try:
-            model_parallel_cuda_manual_seed(seed)
-            yield
-        finally:
-            tracker.set_states(states)
-            tracker.seeds_ = seeds

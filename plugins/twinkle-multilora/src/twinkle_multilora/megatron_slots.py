@@ -25,15 +25,16 @@ from twinkle_multilora.pool import LoraTenant, SlotPool
 if TYPE_CHECKING:
     from twinkle_megatron.adapters import FUSED, MegatronAdapters, checked
     from twinkle_megatron.cpu.runtime import RUNTIME
+    from twinkle_megatron.draws import drawing_from
     from twinkle_megatron.engine import MegatronEngine
     from twinkle_megatron.load import Built
-    from twinkle_megatron.parallel import Layout, drawing_from
+    from twinkle_megatron.parallel import Layout
 else:
     _adapters = needed("twinkle_megatron.adapters", "megatron", "MultiLoraMegatronModel")
     FUSED, MegatronAdapters, checked = _adapters.FUSED, _adapters.MegatronAdapters, _adapters.checked
     MegatronEngine = needed("twinkle_megatron.engine", "megatron", "MultiLoraMegatronModel").MegatronEngine
     RUNTIME = needed("twinkle_megatron.cpu.runtime", "megatron", "MultiLoraMegatronModel").RUNTIME
-    drawing_from = needed("twinkle_megatron.parallel", "megatron", "MultiLoraMegatronModel").drawing_from
+    drawing_from = needed("twinkle_megatron.draws", "megatron", "MultiLoraMegatronModel").drawing_from
 
 
 class MegatronSlots(MegatronAdapters):
@@ -156,21 +157,19 @@ class MegatronSlots(MegatronAdapters):
                 self._active = found
 
     @contextmanager
-    def drawing(self, train: bool, device: torch.device, *rank: int) -> Iterator[None]:
+    def drawing(self, train: bool, device: torch.device) -> Iterator[Any]:
         """Inside, a training pass of the active tenant draws random numbers of the tenant's own: a function of the tenant, of
-        which of its passes it is, and of the rank. The process's are as they were afterwards, and a pass that fails is none.
-
-        Args:
-            device: where it computes. ``rank``: what tells ranks apart that compute other rows or tokens.
+        which of its passes it is, and of the rank. Gives what they are drawn from, or None: it is no tenant's training. The
+        process's are as they were afterwards, and a pass that fails is none.
         """
         draws = self._draws.get(self._inner.get(self._active, "")) if train else None
         if draws is None:
-            yield
+            yield None
             return
         draws.passes += 1
         try:
-            with RUNTIME.active(), drawing_from(dropout_seed(draws.seed, draws.passes, *rank) >> 16, device):
-                yield
+            with RUNTIME.active(), drawing_from(self.layout, dropout_seed(draws.seed, draws.passes) >> 16, device) as own:
+                yield own
         except BaseException:
             draws.passes -= 1
             raise
@@ -243,9 +242,15 @@ class MegatronSlotEngine(MegatronEngine):
         with self._drawing(train):
             return super().forward(batch, needs, train=train, temperature=temperature, task=task)
 
-    def _drawing(self, train: bool) -> Any:
-        place = self.mesh.coordinates()
-        return self.slots.drawing(train, self.device, self.mesh.data_rank, place["cp"])
+    @contextmanager
+    def _drawing(self, train: bool) -> Iterator[None]:
+        found = self.draws
+        with self.slots.drawing(train, self.device) as own:
+            self.draws = own or found
+            try:
+                yield
+            finally:
+                self.draws = found
 
     def describe(self) -> dict[str, Any]:
         return {

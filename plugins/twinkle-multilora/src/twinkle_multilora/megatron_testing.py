@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch
 from peft import LoraConfig
 
 from twinkle_core.data.sampler import share
-from twinkle_core.errors import NonFiniteGradients
+from twinkle_core.errors import CheckpointNotWritten, NonFiniteGradients
 from twinkle_core.mesh import DeviceMesh
 from twinkle_multilora.megatron import MultiLoraMegatronModel
 
@@ -237,3 +238,36 @@ class InTurns:
         if any(not same(state(model, name), state(plain, name)) for name in ("ada", "eve")):
             felt.append("another order on each rank")
         return felt
+
+    def full_disk(self, rank: int, world_size: int, folder: str, home: str, sizes: dict[str, Any]) -> list[str]:
+        """Save where the first rank's disk is full: what the ranks were told, and what others felt of it."""
+        model, plain = built(folder, sizes), built(folder, sizes)
+        for one in (model, plain):
+            for name in ("bob", "eve"):
+                join(one, name)
+                turn(one, name, 0)
+        model.save("one", home, adapter_name="bob", save_optimizer=True)
+        older = {path: path.read_bytes() for path in Path(home).rglob("*") if path.is_file()}
+
+        def full(*args: Any, **kwargs: Any) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        from twinkle_megatron import files as module
+
+        files: Any = module
+        found, real = [], files.save_file
+        try:
+            files.save_file = full if rank == 0 else real
+            model.save("one", home, adapter_name="bob", save_optimizer=True)
+        except CheckpointNotWritten as error:
+            found.append("No space left" if "No space left" in str(error) else str(error))
+        finally:
+            files.save_file = real
+        if {path: path.read_bytes() for path in Path(home).rglob("*") if path.is_file()} != older:
+            found.append("what was there is another")
+        if any(
+            turn(model, name, 1) != turn(plain, name, 1) or not same(state(model, name), state(plain, name))
+            for name in ("bob", "eve")
+        ):
+            found.append("it was felt")
+        return found
