@@ -113,6 +113,7 @@ def test_a_model_without_an_output_layer_is_read_and_written_so(tmp_path):
         ("InternVL", {}, "models that see"),
         ("Qwen3_5Text", {}, "'qwen3_5_text': mcore-bridge doesn't know"),
         ("Qwen3_5", {}, "vision tower"),
+        ("DeepseekV4", {"num_hidden_layers": 4}, "'deepseek_v4': Megatron-Core refuses it"),
     ],
 )
 def test_a_family_that_would_be_wrong_is_refused_by_name(kind, settings, words):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,7 @@ class Counting:
             else:
                 steps(model, windows(3))
                 model.save("three", home, save_optimizer=True)
+                assert not multiprocessing.active_children(), "none is left, nor was one that runs this program again"
             loaded = counters(model)
             steps(model, windows(2))
             found.append([*loaded, *counters(model)])

@@ -5,6 +5,7 @@ Weights are in plain Hugging Face or PEFT files beside them. Adam's moments are 
 
 from __future__ import annotations
 
+import queue
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedBase
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 
 from twinkle_core.errors import CheckpointDamaged, CheckpointMismatch, CheckpointNotWritten
@@ -75,6 +77,8 @@ def write(optimizer: MegatronDistributedOptimizer, inner: str | None, folder: Pa
     dist.broadcast_object_list(refused, src=0)
     if refused[0] is not None:
         raise CheckpointNotWritten(str(folder), refused[0])
+    # Megatron would start a process for it, which runs a program's file again and outlives who does not end in the usual way
+    filesystem_async._results_queue = queue.Queue()
     dist_checkpointing.save(_sharded(optimizer, inner, loading=False), str(place))
 
 

@@ -20,7 +20,7 @@ from twinkle_core import hub
 from twinkle_core import settings as environment
 from twinkle_core.errors import BadArgument, BadLayout, HoldsAdapter, ModelNotLoaded, UnsupportedFamily, WrongArgument
 from twinkle_core.names import closest
-from twinkle_megatron.families import SEEING, WAY, family_of, made_anew, stays
+from twinkle_megatron.families import PROVEN, SEEING, WAY, family_of, made_anew, stays
 from twinkle_megatron.parallel import Layout
 
 #: settings of Megatron's that have another home here: where to give them
@@ -167,6 +167,8 @@ def build(
         try:
             config = ModelConfig(**values)
         except (AssertionError, ValueError, TypeError) as error:
+            if family_of(hf_config) not in PROVEN:  # its own settings may be what is refused
+                raise UnsupportedFamily(owner, family_of(hf_config), f"Megatron-Core refuses it: {error}", WAY) from error
             raise BadLayout("MegatronModel", f"Megatron refuses these settings: {error}") from error
         wholes = get_mcore_model(config)
     chunks = [getattr(whole, "language_model", whole) for whole in wholes]
