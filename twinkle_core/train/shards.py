@@ -19,7 +19,7 @@ import torch.distributed as dist
 from twinkle_core.errors import CheckpointDamaged, CheckpointNotWritten
 from twinkle_core.ops.sharded import is_sharded, local
 
-#: bytes of one file: what a rank holds twice while it writes
+#: bytes of one file: while it is written a rank holds it twice, beside the tensors
 LARGEST = 2**28
 
 
