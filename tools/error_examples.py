@@ -220,6 +220,8 @@ entry(
     e.DataError.keys("AlpacaProcessor", ["instruction"], {"question": "Why?", "answer": None}),
     e.DataError.key(7),
     e.DataError.value("AlpacaProcessor", "'output'", 7, "a text"),
+    e.DataError.judged("TripletProcessor", "label", 0),
+    e.DataError.unknown_texts("TripletProcessor", "hn_negs", "negatives"),
     e.DataError.half_character("abc\ud83d"),
     e.DataError.unkept("Object of type datetime is not JSON serializable"),
     e.DataError.in_the_way("rows.jsonl"),

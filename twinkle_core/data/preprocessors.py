@@ -50,12 +50,7 @@ class AlpacaProcessor:
         instruction, output = _text(self, row, ("instruction",)), _text(self, row, ("output",))
         given = row.get("input") or ""
         question = f"{instruction}\n{given}" if given else instruction
-        roles = ("user", "assistant")
-        pairs = row.get("history") or ()
-        for pair in pairs if isinstance(pairs, Sequence) else [pairs]:
-            if not isinstance(pair, Sequence) or isinstance(pair, str) or [type(turn) for turn in pair] != [str, str]:
-                raise DataError.value(_name(self), "a turn of 'history'", pair, "two texts, a question and its answer")
-        history = [(role, turn) for pair in pairs for role, turn in zip(roles, pair, strict=True)]
+        history = history_of(self, row)
         return _conversation(row.get("system") or self.system, *history, ("user", question), ("assistant", output))
 
 
@@ -161,6 +156,15 @@ def _pair(name: str, value: str | Sequence[str]) -> tuple[str, str]:
     if len(pair) != 2 or not all(isinstance(v, str) and v for v in pair):
         raise DataError.argument(name, value, "a name, or two: (Chinese, English)")
     return pair[0], pair[1]
+
+
+def history_of(processor: object, row: Row) -> list[tuple[str, str]]:
+    """The turns before a row's question, (role, text), of its ``history``: pairs of a question and its answer."""
+    pairs = row.get("history") or ()
+    for pair in pairs if isinstance(pairs, Sequence) else [pairs]:
+        if not isinstance(pair, Sequence) or isinstance(pair, str) or [type(turn) for turn in pair] != [str, str]:
+            raise DataError.value(_name(processor), "a turn of 'history'", pair, "two texts, a question and its answer")
+    return [(role, turn) for pair in pairs for role, turn in zip(("user", "assistant"), pair, strict=True)]
 
 
 def _is_chinese(row: Row, text: str) -> bool:
