@@ -255,6 +255,7 @@ entry(
     e.TemplateError.role(2, "Assistant", "assistant", ("system", "user", "assistant", "tool", "developer", "function")),
     e.TemplateError.tools(3),
     e.TemplateError.unseen("images", 2),
+    e.TemplateError.plain_marks(),
     e.TemplateError.prompt(),
     e.TemplateError.strategy("truncate", ("raise", "left", "right", "split", "delete")),
     e.TemplateError.argument("max_length", 1, "a whole number from 2 up (one token predicts another)"),
@@ -295,6 +296,7 @@ entry(
 )
 entry(e.RowTooLong(9000, 8192, "raise"))
 entry(
+    e.NoLabels.marked(),
     e.NoLabels.untrained(),
     e.NoLabels.short(1),
     e.NoLabels.cut(9000, 512, "right"),

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from twinkle_core.errors import DataError
+from twinkle_core.templates.messages import DETAIL, MARKS
 from twinkle_core.types import Message, Trajectory
 
 Row = Mapping[str, Any]
@@ -58,7 +59,8 @@ class ShareGPTProcessor:
     """Rows ``conversations`` (or ``conversation``, ``messages``) of ``{"from", "value"}`` or ``{"role", "content"}``.
 
     The roles human, user, gpt, assistant, bing, chatgpt, system, tool, observation, function_call are known; a
-    ``function_call``'s text ``{"name", "arguments"}`` becomes a tool call. ``system`` and ``tools`` of the row are taken.
+    ``function_call``'s text ``{"name", "arguments"}`` becomes a tool call. ``system`` and ``tools`` of the row are taken, and of
+    a turn the marks ``weight``, ``loss`` and ``train``, with which templates leave it untrained.
 
     Args:
         system: a system message for rows that bring none.
@@ -100,7 +102,9 @@ class ShareGPTProcessor:
         calls = call if isinstance(call, list) and call else [call]
         if not all(isinstance(c, Mapping) and isinstance(c.get("name"), str) for c in calls):
             raise DataError.value(_name(self), f"turn {index}", content, "a call {'name', 'arguments'}, or a list of them")
-        return {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": c} for c in calls]}
+        marks = {key: turn[key] for key in MARKS if turn.get(key) is not None}
+        made = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": c} for c in calls], **marks}
+        return made  # type: ignore[return-value]
 
 
 class MessagesProcessor:
@@ -128,7 +132,7 @@ class MessagesProcessor:
         return _with_tools({"messages": tidy}, row, self)
 
 
-_KEYS = frozenset(("role", "content", "tool_calls", "tool_call_id", "reasoning_content", "name"))
+_KEYS = frozenset(("role", "content", "tool_calls", "tool_call_id", "reasoning_content", "name", *MARKS, DETAIL))
 _CARRIED = ("images", "videos", "audios", "user_data")
 
 
