@@ -25,9 +25,7 @@ TALK = ("hi", "yo", "ok", "go", "so", "ha")
 def talk(*marks):
     """Three rounds, whose answers have these marks."""
     return {
-        "messages": [
-            {"role": ROLES[k % 2], "content": text, **(marks[k // 2] if k % 2 else {})} for k, text in enumerate(TALK)
-        ]
+        "messages": [{"role": ROLES[k % 2], "content": text, **(marks[k // 2] if k % 2 else {})} for k, text in enumerate(TALK)]
     }
 
 
@@ -80,19 +78,18 @@ def test_a_system_message_that_moves_leaves_marks_where_they_are():
 
 def test_generation_tags_follow_marks():
     tags = (
-        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|im_end|>"
-        "{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}\n{% endfor %}"
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}"
+        "{{ m.content }}<|im_end|>{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}\n{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
-    tagged, marked = ChatTemplate(toys.chatml_tokenizer(), chat_template=tags), ChatTemplate(toys.chatml_tokenizer())
-    row = talk({}, {"train": False}, {})
-    assert tagged.encode(row)["labels"] == marked.encode(row)["labels"]
+    template = ChatTemplate(toys.chatml_tokenizer(), chat_template=tags)
+    assert runs(template, template.encode(talk({}, {"train": False}, {}))) == ["yo<|im_end|>", "ha<|im_end|>"]
 
 
 def test_a_template_that_writes_messages_out_does_not_show_marks():
     dumps = (
-        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for k in m if k not in ('role', 'content') %} {{ k }}"
-        "{% endfor %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for k in m if k not in ('role', 'content') %}"
+        " {{ k }}{% endfor %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
     template = ChatTemplate(toys.chatml_tokenizer(), chat_template=dumps)
     assert template.render(talk({"weight": 0}, {"loss": True}, {})) == template.render(talk({}, {}, {}))
@@ -100,7 +97,7 @@ def test_a_template_that_writes_messages_out_does_not_show_marks():
 
 def test_nothing_left_to_train_is_told_or_dropped():
     nothing = talk(*({"weight": 0} for _ in range(3)))
-    with pytest.raises(NoLabels, match="marked not to be .'weight': 0"):
+    with pytest.raises(NoLabels, match=r"marked not to be .'weight': 0"):
         ChatTemplate(toys.chatml_tokenizer()).encode(nothing)
     dropping = ChatTemplate(toys.chatml_tokenizer(), truncation_strategy="delete")
     assert dropping.encode(nothing) is None and dropping.dropped == 1
@@ -109,9 +106,15 @@ def test_nothing_left_to_train_is_told_or_dropped():
 @pytest.mark.parametrize(
     ("message", "told"),
     [
-        ({"role": "assistant", "content": "yo", "weight": 0.5}, "'weight' is 0.5; it says whether the message is trained, by 0"),
+        (
+            {"role": "assistant", "content": "yo", "weight": 0.5},
+            "'weight' is 0.5; it says whether the message is trained, by 0",
+        ),
         ({"role": "assistant", "content": "yo", "loss": "false"}, "'loss' is 'false'; it says"),
-        ({"role": "assistant", "content": "yo", "weight": 1, "train": False}, "trained, and not to be: 'weight': 1 and 'train'"),
+        (
+            {"role": "assistant", "content": "yo", "weight": 1, "train": False},
+            "trained, and not to be: 'weight': 1 and 'train'",
+        ),
         ({"role": "user", "content": "yo", "train": True}, r"marked to be trained .'train'., and only the assistant's"),
         ({"role": "assistant", "content": "yo", "train_detail": [{"begin_offset": 0}]}, "'train_detail' marks parts of it"),
     ],
@@ -125,7 +128,7 @@ def test_marks_that_can_not_be_followed_are_refused(message, told):
 def test_plain_text_has_no_marks():
     plain = ChatTemplate(toys.chatml_tokenizer(), use_chat_template=False)
     assert plain.encode(talk({"weight": 1}, {}, {})) == plain.encode(talk({}, {}, {}))
-    with pytest.raises(TemplateError, match="of plain text .use_chat_template=False. everything is"):
+    with pytest.raises(TemplateError, match=r"of plain text .use_chat_template=False. everything is"):
         plain.encode(talk({"weight": 0}, {}, {}))
 
 

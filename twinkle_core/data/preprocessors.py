@@ -59,8 +59,8 @@ class ShareGPTProcessor:
     """Rows ``conversations`` (or ``conversation``, ``messages``) of ``{"from", "value"}`` or ``{"role", "content"}``.
 
     The roles human, user, gpt, assistant, bing, chatgpt, system, tool, observation, function_call are known; a
-    ``function_call``'s text ``{"name", "arguments"}`` becomes a tool call. ``system`` and ``tools`` of the row are taken, and of
-    a turn the marks ``weight``, ``loss`` and ``train``, with which templates leave it untrained.
+    ``function_call``'s text ``{"name", "arguments"}`` becomes a tool call. ``system`` and ``tools`` of the row are taken, and
+    of a turn the marks ``weight``, ``loss`` and ``train``, with which templates leave it untrained.
 
     Args:
         system: a system message for rows that bring none.

@@ -220,6 +220,8 @@ class ChatTemplate(TextTemplate):
         if not stop or not spans or messages[-1]["role"] != "assistant":
             return text, spans
         last = spans[-1]
+        if text.endswith(stop, last.start, last.end):  # the template closes a call with it, whoever comes next
+            return text, spans
         return text[: last.end] + stop, [*spans[:-1], Span(last.turn, last.start, last.end + len(stop))]
 
     def _tagged_spans(self, messages: Sequence[Turn], tools: list[Any] | None, text: str) -> list[Span]:

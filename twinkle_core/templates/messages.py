@@ -103,7 +103,8 @@ def _trained(index: int, message: Mapping[str, Any]) -> bool:
         raise TemplateError.at(index, message.get("role"), way)
     wanted = any(given.values())
     if wanted and message.get("role") != "assistant":
-        way = f"it is marked to be trained ({', '.join(map(repr, given))}), and only the assistant's messages are. Remove the mark"
+        marks = ", ".join(map(repr, given))
+        way = f"it is marked to be trained ({marks}), and only the assistant's messages are. Remove the mark"
         raise TemplateError.at(index, message.get("role"), way)
     return wanted or not given
 
