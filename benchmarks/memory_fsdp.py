@@ -1,13 +1,16 @@
 """Peak memory of each process that trains one model, by how the weights lie over the processes.
 
 A Llama of 79 million weights in fp32 on the CPU (0.3 GB of weights; with gradients and AdamW's state 1.3 GB) is read from a
-folder and trained for two steps of 2 x 64 tokens a process. Resident memory at its peak, less what the process has once its
-libraries are imported: while the model is built, and while it is trained.
+folder, trained for two steps of 2 x 64 tokens a process, and saved with its optimizer: in shards, then as plain files.
+Resident memory at its peak, less what the process has once its libraries are imported: while the model is built, while it is
+trained, and while it is saved.
 
     python benchmarks/memory_fsdp.py            # 1, 2 and 4 processes: some minutes
     python benchmarks/memory_fsdp.py --quick    # 1 and 2 processes
+    python benchmarks/memory_fsdp.py --write    # all, and the table of docs/parallel.md
 
-Exit status 1 if two processes with weights that lie apart do not each need less than three quarters of what one needs.
+Exit status 1 if two processes with weights that lie apart do not each need less than three quarters of what one needs, or if a
+process holds much more while it saves in shards than while it trains.
 """
 
 from __future__ import annotations
@@ -31,14 +34,24 @@ from twinkle_transformers.model import TransformersModel
 #: name -> (processes, sizes of the mesh, further arguments)
 LAYOUTS: dict[str, tuple[int, dict[str, int], dict[str, Any]]] = {
     "one process": (1, {}, {}),
-    "dp 2": (2, {"dp_size": 2}, {}),
-    "fsdp 2": (2, {"fsdp_size": 2}, {}),
-    "fsdp 2, memory_efficient_init": (2, {"fsdp_size": 2}, {"memory_efficient_init": True}),
-    "tp 2": (2, {"tp_size": 2}, {}),
-    "fsdp 4": (4, {"fsdp_size": 4}, {}),
-    "fsdp 4, memory_efficient_init": (4, {"fsdp_size": 4}, {"memory_efficient_init": True}),
-    "dp 2 x fsdp 2": (4, {"dp_size": 2, "fsdp_size": 2}, {}),
+    "`dp_size=2`": (2, {"dp_size": 2}, {}),
+    "`fsdp_size=2`": (2, {"fsdp_size": 2}, {}),
+    "`fsdp_size=2`, `memory_efficient_init`": (2, {"fsdp_size": 2}, {"memory_efficient_init": True}),
+    "`tp_size=2`": (2, {"tp_size": 2}, {}),
+    "`fsdp_size=4`": (4, {"fsdp_size": 4}, {}),
+    "`fsdp_size=4`, `memory_efficient_init`": (4, {"fsdp_size": 4}, {"memory_efficient_init": True}),
+    "`dp_size=2, fsdp_size=2`": (4, {"dp_size": 2, "fsdp_size": 2}, {}),
+    "`fsdp_size=2, tp_size=2`": (4, {"fsdp_size": 2, "tp_size": 2}, {}),
 }
+COLUMNS = [
+    "building: first rank",
+    "building: others",
+    "training, each rank",
+    "saving shards, each rank",
+    "saving plain files: first rank",
+    "saving plain files: others",
+]
+PAGE = Path(__file__).parents[1] / "docs/parallel.md"
 
 
 def peak() -> float:
@@ -79,29 +92,57 @@ class Measure:
         for _ in range(2):
             model.forward_backward(random_rows([64, 64], vocabulary=8000))
             model.clip_grad_and_step()
-        return [built - before, peak() - before]
+        found = [built, peak()]
+        for sharded in (True, False):
+            forget()
+            model.save(f"saved{sharded}", folder, save_optimizer=True, sharded=sharded)
+            found.append(peak())
+        return [number - before for number in found]
+
+
+def row(parts: list[list[float]]) -> list[str]:
+    """One line of the table, of what each rank measured."""
+    others = [max(part[i] for part in parts[1:]) for i in range(4)] if parts[1:] else None
+    built, _, _, plain = parts[0]
+    most = [max(part[i] for part in parts) for i in range(4)]
+    numbers = [built, others and others[0], most[1], most[2], plain, others and others[3]]
+    return ["" if number is None else f"{number:.0f}" for number in numbers]
+
+
+def write(lines: list[str]) -> None:
+    """Put the table into the page, in the place of the one that is there."""
+    page = PAGE.read_text("utf-8").splitlines()
+    first = next(i for i, line in enumerate(page) if line.startswith("| mesh | building"))
+    last = next(i for i in range(first, len(page)) if not page[i].startswith("|"))
+    PAGE.write_text("\n".join([*page[:first], *lines, *page[last:]]) + "\n", "utf-8")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="1 and 2 processes")
+    parser.add_argument("--write", action="store_true", help="put the table into docs/parallel.md")
     args = parser.parse_args()
     os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"  # of the processes to come: what is freed is given back at once
-    found: dict[str, float] = {}
+    found: dict[str, list[list[float]]] = {}
     measure = importlib.import_module("memory_fsdp").Measure  # under a name by which other processes find it
+    lines = [f"| mesh | {' | '.join(COLUMNS)} |", "|---" * (len(COLUMNS) + 1) + "|"]
+    print("\n".join(lines), "  (MB)")
     with tempfile.TemporaryDirectory() as folder:
         torch.manual_seed(0)
         LlamaForCausalLM(config()).save_pretrained(folder)
-        print(f"{'layout':32} {'built: first rank':>18} {'others':>8} {'trained: first rank':>20} {'others':>8}   (MB)")
         for name, (world_size, sizes, options) in LAYOUTS.items():
             if args.quick and world_size > 2:
                 continue
             given = {"folder": folder, "sizes": sizes, "options": options}
-            parts = ranks.run(measure, "train", world_size, given, timeout=600)
-            others = [max(part[i] for part in parts[1:]) if parts[1:] else 0.0 for i in (0, 1)]
-            found[name] = max(parts[0][1], others[1])
-            print(f"{name:32} {parts[0][0]:18.0f} {others[0]:8.0f} {parts[0][1]:20.0f} {others[1]:8.0f}", flush=True)
-    return 0 if found["fsdp 2"] < 0.75 * found["one process"] else 1
+            found[name] = ranks.run(measure, "train", world_size, given, timeout=600)
+            lines.append(f"| {name} | {' | '.join(row(found[name]))} |")
+            print(lines[-1], flush=True)
+    if args.write and not args.quick:
+        write(lines)
+    one, two = found["one process"][0], found["`fsdp_size=2`"]
+    spared = all(part[1] < 0.75 * one[1] for part in two)
+    level = all(part[2] < 1.25 * part[1] for part in two)
+    return 0 if spared and level else 1
 
 
 if __name__ == "__main__":

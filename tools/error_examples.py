@@ -144,7 +144,8 @@ entry(e.NotInitialized("TransformersModel", "actor"))
 # ---------------------------------------------------------------------------------------------------- workers elsewhere
 
 entry(e.NoGroups("ray"), way="Say which workers there are, as the text shows.")
-entry(e.SameGroup("actor"))
+entry(e.DriverIsRank("ray", 2))
+entry(e.SameGroup("actor"), way="Give each a name of its own.")
 entry(e.UnknownGroup("actr", "actor", ["actor", "reference"]))
 entry(
     e.GroupTooLarge(

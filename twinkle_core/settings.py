@@ -92,6 +92,7 @@ def without(variable: str) -> Iterator[None]:
     try:
         yield
     finally:
+        os.environ.pop(variable, None)  # libraries set them too
         if found is not None:
             os.environ[variable] = found
 

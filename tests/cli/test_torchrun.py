@@ -85,7 +85,9 @@ def test_two_processes_train_as_one(mesh, tmp_path):
 
 @pytest.mark.slow
 def test_a_killed_process_ends_the_run_and_its_last_checkpoint_goes_on(tmp_path):
-    path = config(tmp_path, "out", training={"max_steps": 400, "save_steps": 3}, mesh={"fsdp_size": 2}, adapter=None)
+    """Each process writes its part of it."""
+    plan = {"save_steps": 3, "save_sharded": True}
+    path = config(tmp_path, "out", training={"max_steps": 400, **plan}, mesh={"fsdp_size": 2}, adapter=None)
     process = start(path, 2)
     try:
         deadline = time.monotonic() + 120
@@ -105,10 +107,15 @@ def test_a_killed_process_ends_the_run_and_its_last_checkpoint_goes_on(tmp_path)
     last = max((tmp_path / "out").glob("checkpoint-*"), key=lambda p: int(p.name.rpartition("-")[2]))
     step = checkpoint.inspect(last, hashes=True).cur_step
     assert step >= 3 and step % 3 == 0
-    again = config(tmp_path, "out", training={"max_steps": step + 2, "save_steps": 3}, mesh={"fsdp_size": 2}, adapter=None)
+    assert list(last.glob("model-shards/shard-00002-*")) and not (last / "model.safetensors").exists()
+    again = config(tmp_path, "out", training={"max_steps": step + 2, **plan}, mesh={"fsdp_size": 2}, adapter=None)
     status, text = finish(start(again, 2, "--resume"))
     assert status == 0 and f"after step {step}" in text, text
     assert (tmp_path / f"out/checkpoint-{step + 2}").is_dir()
+    again = config(tmp_path, "out", training={"max_steps": step + 3, **plan, "save_sharded": False}, adapter=None)
+    status, text = finish(start(again, 1, "--resume"))
+    assert status == 0 and f"after step {step + 2}" in text, text
+    assert (tmp_path / f"out/checkpoint-{step + 3}/model.safetensors").is_file(), "one process makes plain files of it"
 
 
 def children(process: int) -> list[int]:
@@ -150,3 +157,8 @@ def test_the_cookbook_resumes_on_another_number_of_processes(tmp_path):
         assert text.count("step 12/12") == 1 and ("step 10/12" in text) == (processes == 2)
     two, one, begin = (weights(tmp_path / n) for n in ("two/last-checkpoint", "one/last-checkpoint", "two/step-10"))
     assert float((one - two).norm() / (two - begin).norm()) < 1e-2
+
+
+def test_shards_of_an_adapter_are_refused_with_the_line(tmp_path, twinkle):
+    status, text = twinkle("train", config(tmp_path, "out", training={"save_sharded": True}))
+    assert status == 1 and "training.save_sharded is for all weights (adapter: null)" in text

@@ -122,6 +122,19 @@ class Writes(Changed):
         return batch
 
 
+class PadsLeft(Changed):
+    """On the left, and doesn't say so."""
+
+    def __init__(self):
+        super().__init__(padding_side="left")
+
+    def collate(self, rows):
+        self.padding_side = "left"
+        batch = super().collate(rows)
+        self.padding_side = "right"
+        return batch
+
+
 class FillsUp(Changed):
     """Labels that are short are filled up."""
 
@@ -293,6 +306,7 @@ def test_the_right_one_passes(caught, options):
         (WrongLengths, {BACK, ANY, OTHERS, TOKENS, POSITIONS, RANKS}),
         (Sorts, {BACK, ANY, OTHERS, TOKENS, POSITIONS, RANKS, IMAGES}),
         (Writes, {"test_changes_no_row"}),
+        (PadsLeft, {"test_padding_is_where_it_says"}),
         (FillsUp, {"test_refuses_rows_that_do_not_fit"}),
         (Int32, {"test_fields_are_tensors"}),
         (StaticBuffer, {ALONE}),

@@ -87,6 +87,20 @@ def test_B43_ends_and_mixture(beta, right):
     assert float(same.sum) == pytest.approx(0, abs=1e-7)
 
 
+@pytest.mark.parametrize(
+    ("logps", "told"), [(lambda x: x.exp(), "no probability is above 1"), (lambda x: x * 0, "add up to more than 1")]
+)
+def test_what_can_be_no_log_probabilities(logps, told):
+    """Probabilities, or one word several times."""
+    model = session_model(TinyLM())
+    model.set_loss(GKDLoss())
+    top = [torch.log_softmax(each, -1).topk(3) for each in TEACHER]
+    with pytest.raises(BadLossArgument, match=told):
+        model.forward_backward(
+            ROWS, teacher_topk_ids=[t.indices for t in top], teacher_topk_logps=[logps(t.values) for t in top]
+        )
+
+
 @pytest.mark.parametrize("side", ["right", "left"])
 @pytest.mark.parametrize("form", ["tensor", "lists"])
 def test_micro_batches_are_one_batch(side, form):

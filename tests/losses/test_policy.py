@@ -49,6 +49,17 @@ def token_terms(formulas, module, term, beta=0.0, coef=0.0):
     return rows
 
 
+@pytest.mark.parametrize("name", ["old_logps", "ref_logps"])
+@pytest.mark.parametrize("form", [torch.tensor, list])
+def test_sums_of_rows_are_no_logps_of_tokens(name, form):
+    """Each token would get its row's sum."""
+    model = session_model(TinyLM())
+    model.set_loss(GRPOLoss(beta=0.1))
+    given = {"ref_logps": REF, name: form([float(sum(one)) for one in REF])}
+    with pytest.raises(BadLossArgument, match=rf"{name}[\s\S]*one number for each token"):
+        model.forward_backward(ROWS, advantages=ADVANTAGES, **given)
+
+
 TOKENS = sum(label != -100 for row in ROWS for label in row["labels"])
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from twinkle_core import arguments, errors, hub, registry, settings
-from twinkle_core.cli import checkpoints, quickstart_model
+from twinkle_core.cli import checkpoints, quickstart_model, workers
 from twinkle_core.cli.plans import base as plans
 from twinkle_core.cli.plans import embedding
 from twinkle_core.config.schema import AdapterConfig, Component, DatasetConfig, ModelConfig, TemplateConfig, TrainConfig
@@ -38,12 +38,17 @@ class Plan:
     output_dir: Path
     resume: Path | None = None
     classes: Mapping[str, Any] = field(default_factory=dict)  # what the names of components resolved to, by kind
-    mesh: DeviceMesh | None = None  # of several processes
+    mesh: DeviceMesh | None = None  # of several processes, or of workers
 
     @property
     def first(self) -> bool:
         """Whether this process speaks and writes for all."""
         return self.mesh is None or self.mesh.rank == 0
+
+    @property
+    def ranks(self) -> DeviceMesh | None:
+        """The mesh, where this process is one of its ranks."""
+        return self.mesh if self.config.mode == workers.LOCAL else None
 
     @property
     def task(self) -> plans.Task:
@@ -69,7 +74,7 @@ def make(config: TrainConfig, source: Source | None = None, resume: str | None =
     task = plans.of(config.task)
     config = task.complete(config)
     faults = [*_components(config, source, classes), *_paths(config, source), *_adapter(config.adapter, source)]
-    faults += task.faults(config, source, classes)
+    faults += [*workers.faults(config, source), *task.faults(config, source, classes)]
     if faults:
         raise errors.BadConfig(source.name, faults)
     output_dir = Path(config.output_dir).expanduser()
@@ -83,13 +88,16 @@ def make(config: TrainConfig, source: Source | None = None, resume: str | None =
 
 
 def _mesh(config: TrainConfig, source: Source) -> DeviceMesh | None:
-    """How the processes share the work; None for a single one."""
-    if config.mesh is None and settings.world_size() == 1:
+    """How processes or workers share the work; None for a single process."""
+    remote = config.mode != workers.LOCAL
+    if config.mesh is None and settings.world_size() == 1 and not remote:
         return None
     try:
-        mesh = DeviceMesh.from_sizes(**(config.mesh.model_dump() if config.mesh is not None else {}))
+        mesh = workers.mesh(config)
     except errors.BadMesh as error:
         raise errors.BadConfig(source.name, [(source.origin(("mesh",)), f"mesh: {error}")]) from error
+    if remote:
+        return mesh
     if mesh.world_size != settings.world_size():
         wrong = errors.ManyProcesses("mesh", mesh.world_size, settings.world_size())
         raise errors.BadConfig(source.name, [(source.origin(("mesh",)), str(wrong))])

@@ -32,6 +32,10 @@ Several processes
   Each batch is shared by them; mesh: says how (mesh: {fsdp_size: 2} lays the weights apart; nothing: each has them all). The
   first one writes and speaks for all. A checkpoint can be resumed by any number of processes.
 
+Workers of a Ray cluster
+  mode: ray puts the model on workers, as many as mesh: has ranks (workers: {device_type: CPU} on CPUs), here or on the cluster
+  that RAY_ADDRESS names; this process drives them. output_dir must be a folder that the first worker sees too.
+
 Written to output_dir
   checkpoint-N     weights and all that --resume needs: each training.save_steps, at the end, and where a signal stops it
   metrics.jsonl    a line each training.logging_steps, and one for each evaluation

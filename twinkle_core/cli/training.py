@@ -6,13 +6,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from twinkle_core import plugins, registry
-from twinkle_core.cli import checkpoints, planning, plot, quickstart_model, resume, run_files
+from twinkle_core.cli import checkpoints, planning, plot, quickstart_model, resume, run_files, workers
 from twinkle_core.cli.interrupts import Interrupts
 from twinkle_core.cli.plans.base import Beside
 from twinkle_core.config.schema import DatasetConfig, TrainConfig
@@ -72,7 +73,20 @@ def run(plan: planning.Plan, say: Callable[[str], None] = print, bar: bool = Tru
     data = load_data(plan, say)
     if start is not None and start.step >= data.total:
         return _nothing_to_do(start, data.total, say)
-    current = build(plan, data, start, say)
+    with workers.running(plan.config, plan.mesh) as where:
+        return _train(plan, data, start, say, bar, where)
+
+
+def _train(
+    plan: planning.Plan,
+    data: Data,
+    start: resume.Start | None,
+    say: Callable[[str], None],
+    bar: bool,
+    where: Mapping[str, Any],
+) -> int:
+    """``run``, once the data is there. ``where``: what the model is told of its workers."""
+    current = build(plan, data, start, say, where)
     if plan.first:
         checkpoints.sweep(plan.output_dir)
         note(current, data, start.config if start is not None else plan.config)
@@ -111,7 +125,9 @@ def run(plan: planning.Plan, say: Callable[[str], None] = print, bar: bool = Tru
 def save(current: Run, name: str, *, resumable: bool = True) -> str:
     """A checkpoint in the run's folder, with how far the data is read. Returns its path."""
     consumed = current.loader.get_state()["consumed_train_samples"]
-    return current.model.save(name, current.plan.output_dir, save_optimizer=resumable, consumed_train_samples=consumed)
+    own = current.plan.output_dir
+    sharded = current.config.training.save_sharded
+    return current.model.save(name, own, save_optimizer=resumable, consumed_train_samples=consumed, sharded=sharded)
 
 
 def title(config: TrainConfig) -> str:
@@ -172,7 +188,7 @@ def _silent(text: str) -> None:
 def _stopped(current: Run, interrupts: Interrupts) -> bool:
     """Whether a signal came; of several processes, to any: all stop after the same step."""
     received = interrupts.received is not None
-    if current.plan.mesh is None:
+    if current.plan.ranks is None:
         return received
     engine: Engine = current.model.engine  # type: ignore[attr-defined]  # models of several processes have one
     return any(engine.gather_objects(received, "world"))
@@ -263,11 +279,17 @@ def load_data(plan: planning.Plan, say: Callable[[str], None]) -> Data:
     return Data(model_id, template, loader, eval_loader, content, total)
 
 
-def build(plan: planning.Plan, data: Data, start: resume.Start | None, say: Callable[[str], None]) -> Run:
+def build(
+    plan: planning.Plan,
+    data: Data,
+    start: resume.Start | None,
+    say: Callable[[str], None],
+    where: Mapping[str, Any] = MappingProxyType({}),
+) -> Run:
     """The model and the state of training, from the beginning or from a checkpoint."""
-    model = _model(plan, data.model_id, data.template, data.total)
+    model = _model(plan, data, where)
     # before a checkpoint's random state is put back: loading another model draws from it
-    beside = plan.task.beside(plan.config, model, lambda: _untrained(plan, data.model_id))
+    beside = plan.task.beside(plan.config, model, lambda: _untrained(plan, data.model_id, where))
     current = Run(plan, model, data.loader, data.eval_loader, data.total, beside)
     if start is not None:
         state = model.resume_from_checkpoint(start.folder)
@@ -321,17 +343,17 @@ def _loader(plan: planning.Plan, dataset: Dataset, template: Template, training:
         seed=config.training.seed,
         num_workers=section.num_workers,
         drop_last=section.drop_last and training,
-        device_mesh=plan.mesh,
+        device_mesh=plan.ranks,
     )
 
 
-def _untrained(plan: planning.Plan, model_id: str) -> TwinkleModel:
+def _untrained(plan: planning.Plan, model_id: str, where: Mapping[str, Any]) -> TwinkleModel:
     """The model with its adapter, as a run begins."""
     from twinkle_core.contracts.model import TwinkleModel
 
     config, section = plan.config, plan.config.model
     mesh = {} if plan.mesh is None else {"device_mesh": plan.mesh}
-    given = {"model_id": model_id, **mesh, **planning.own_arguments(section), **section.arguments}
+    given = {"model_id": model_id, **mesh, **where, **planning.own_arguments(section), **section.arguments}
     model: TwinkleModel = registry.build("model", section.cls, given, contract=TwinkleModel)
     for patch in config.patches:
         model.apply_patch(patch.cls, **patch.arguments)
@@ -341,15 +363,15 @@ def _untrained(plan: planning.Plan, model_id: str) -> TwinkleModel:
     return model
 
 
-def _model(plan: planning.Plan, model_id: str, template: Template, total: int) -> TwinkleModel:
-    config, model = plan.config, _untrained(plan, model_id)
-    model.set_template(template)
+def _model(plan: planning.Plan, data: Data, where: Mapping[str, Any]) -> TwinkleModel:
+    config, model = plan.config, _untrained(plan, data.model_id, where)
+    model.set_template(data.template)
     if config.processor is not None:
         model.set_processor(config.processor.cls, **config.processor.arguments)
     model.set_loss(config.loss.cls, **config.loss.arguments)
     model.set_optimizer(config.optimizer.cls, **config.optimizer.arguments)
     if config.scheduler is not None:
-        given = planning.with_lengths(plan.classes["scheduler"], config.scheduler.arguments, total)
+        given = planning.with_lengths(plan.classes["scheduler"], config.scheduler.arguments, data.total)
         model.set_lr_scheduler(config.scheduler.cls, **given)
     for metric in config.metrics:
         model.add_metric(metric.cls, **metric.arguments)

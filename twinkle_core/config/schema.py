@@ -127,6 +127,9 @@ class TrainingConfig(_Strict):
     logging_steps: PositiveInt = Field(1, description="a line of metrics.jsonl each so many steps")
     save_steps: PositiveInt | None = Field(None, description="a checkpoint each so many steps; there is one at the end anyway")
     save_total_limit: PositiveInt | None = Field(None, description="keep the newest so many checkpoints; null: all")
+    save_sharded: bool = Field(
+        False, description="each process writes its own part of all weights, and none holds the whole; needs adapter: null"
+    )
     eval_steps: PositiveInt | None = Field(None, description="evaluate each so many steps; null: at the end")
     seed: int = Field(
         42, ge=0, lt=2**32, description="of new weights, dropout and the order of rows; the same seed gives the same run"
@@ -137,8 +140,17 @@ def _default_metrics() -> list[Component]:
     return [Component(cls=name) for name in ("loss", "accuracy", "train")]
 
 
+class WorkersConfig(_Strict):
+    """The workers that a mode other than local starts."""
+
+    ranks: PositiveInt | None = Field(None, description="how many; null: as the mesh has ranks")
+    device_type: str = Field("GPU", min_length=1, description="what they compute on: GPU, CPU, or what else the runtime counts")
+    gpus_per_worker: PositiveInt = Field(1, description="devices of each; without effect on CPUs")
+    cpus_per_worker: PositiveInt = Field(1, description="CPU cores of each")
+
+
 class MeshConfig(_Strict):
-    """How the processes that torchrun starts share the work. Data parallelism takes those that are over."""
+    """How the processes that torchrun starts, or workers, share the work. Data parallelism takes those that are over."""
 
     dp_size: PositiveInt = Field(1, description="ranks with different rows, each with all weights")
     fsdp_size: PositiveInt | None = Field(None, description="ranks with different rows, among which the weights lie apart")
@@ -191,11 +203,21 @@ class TrainConfig(_Strict):
         "filled in where it has them; null: a constant lr",
     )
     metrics: list[Named] = Field(default_factory=_default_metrics, description="what is measured: names of kind 'metric'")
-    mesh: MeshConfig | None = Field(None, description="how several processes (torchrun) share the work; null: data parallel")
+    mode: str = Field(
+        "local", min_length=1, description="local: this process, or torchrun's; ray: workers of a Ray cluster, by twinkle-ray"
+    )
+    workers: WorkersConfig | None = Field(None, description="with mode ray: how many, on what; null: as many as the mesh has")
+    mesh: MeshConfig | None = Field(None, description="how processes (torchrun) or workers share the work; null: data parallel")
     training: TrainingConfig = Field(default_factory=TrainingConfig, description="how long, and what is written when")
     output_dir: str = Field(
         "output", min_length=1, description="folder of checkpoints, metrics.jsonl, loss.png, config.yaml and data_order.json"
     )
+
+    @model_validator(mode="after")
+    def _shards_are_of_all_weights(self) -> TrainConfig:
+        if self.training.save_sharded and self.adapter is not None:
+            raise ValueError("training.save_sharded is for all weights (adapter: null); an adapter is always plain files")
+        return self
 
     @model_validator(mode="after")
     def _eval_has_data(self) -> TrainConfig:

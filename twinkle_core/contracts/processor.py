@@ -9,7 +9,13 @@ from twinkle_core.types import InputFeature
 
 
 class Processor(ABC):
-    """Rows (lists) to one batch (tensors)."""
+    """Rows (lists) to one batch (tensors).
+
+    ``padding_side``: where ``collate`` pads, ``right`` or ``left``. What comes beside a batch with one number for each token
+    is cut on that side.
+    """
+
+    padding_side: str = "right"
 
     @abstractmethod
     def collate(self, rows: Sequence[InputFeature]) -> InputFeature:

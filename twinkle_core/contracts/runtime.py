@@ -32,6 +32,10 @@ class Runtime(ABC):
     def create(self, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any], remote_group: str) -> Any:
         """A proxy of an instance of ``cls`` on that group's workers; None: it is to be constructed here."""
 
+    def default_mesh(self) -> DeviceMesh | None:
+        """The mesh of components that are made in this process and given none. Default: they have none."""
+        return None
+
     @abstractmethod
     def placement(self) -> str:
         """Who sits where, as a drawing."""

@@ -10,7 +10,7 @@ from twinkle_core.data.groups import flat
 from twinkle_core.data.sampler import BatchRule, epoch_order, share
 from twinkle_core.errors import DataError
 from twinkle_core.runtime.dispatch import remote_class, remote_function
-from twinkle_core.runtime.local import current_runtime
+from twinkle_core.runtime.local import current_runtime, default_mesh
 
 if TYPE_CHECKING:
     from twinkle_core.mesh import DeviceMesh
@@ -38,7 +38,7 @@ class DataLoader:
         dataset: rows by index with a length, an iterable of rows without (a stream), or a callable that builds one.
         batch_size: rows of a **global** batch, over all data ranks.
         min_batch_size: leave out a last batch of fewer rows than this, with or without a mesh; None: keep any.
-        device_mesh: gives this process's data rank; None: one rank.
+        device_mesh: gives this process's data rank; None: that of ``initialize(global_device_mesh=...)``, else one rank.
         shuffle: another order for each epoch, drawn from (seed, epoch) and nothing else.
         seed: of the order.
         num_workers: processes that read ahead (torch's); 0: rows are read when asked for.
@@ -61,9 +61,8 @@ class DataLoader:
         num_workers: int = 0,
         drop_last: bool = False,
     ) -> None:
-        mesh = device_mesh if current_runtime().takes_part else None
-        self._rank = 0 if mesh is None else mesh.data_rank
-        self._world_size = 1 if mesh is None else mesh.data_world_size
+        mesh = (device_mesh or default_mesh()) if current_runtime().takes_part else None
+        self._rank, self._world_size = (0, 1) if mesh is None else (mesh.data_rank, mesh.data_world_size)
         _whole("batch_size", batch_size, 1)
         _whole("num_workers", num_workers, 0)
         if batch_size < self._world_size:

@@ -101,6 +101,7 @@ from twinkle_core.errors.names import UnknownName as UnknownName
 from twinkle_core.errors.names import WorkerMismatch as WorkerMismatch
 from twinkle_core.errors.names import WrongArgument as WrongArgument
 from twinkle_core.errors.remote import BadDispatch as BadDispatch
+from twinkle_core.errors.remote import DriverIsRank as DriverIsRank
 from twinkle_core.errors.remote import ElsewhereObject as ElsewhereObject
 from twinkle_core.errors.remote import GroupEnded as GroupEnded
 from twinkle_core.errors.remote import GroupMesh as GroupMesh

@@ -90,10 +90,11 @@ class UnknownOption(TwinkleError, ValueError):
 class ManyProcesses(TwinkleError, RuntimeError):
     """A mesh of another number of processes than there are."""
 
-    def __init__(self, owner: str, wanted: int, running: int) -> None:
+    def __init__(self, owner: str, wanted: int, running: int, given: bool = True) -> None:
+        whose = "its device mesh" if given else "no device mesh was given, and that of initialize(global_device_mesh=...)"
         are = "1 process is" if running == 1 else f"{running} processes are"
         super().__init__(
-            f"{owner}: its device mesh has {wanted} rank(s), and {are} running.\n"
+            f"{owner}: {whose} has {wanted} rank(s), and {are} running.\n"
             f"    Start {wanted}: torchrun --nproc-per-node {wanted} train.py; or give a mesh of {running}"
         )
 

@@ -14,6 +14,16 @@ class NoGroups(TwinkleError, ValueError):
         super().__init__(f"mode='{mode}' needs workers: initialize(mode='{mode}', groups=[DeviceGroup('actor', 2), ...])")
 
 
+class DriverIsRank(TwinkleError, RuntimeError):
+    """A runtime that starts workers, in each of torchrun's processes."""
+
+    def __init__(self, mode: str, world_size: int) -> None:
+        super().__init__(
+            f"mode='{mode}' starts its workers itself, and this is one of {world_size} processes (WORLD_SIZE).\n"
+            f"    Start one, without torchrun"
+        )
+
+
 class SameGroup(TwinkleError, ValueError):
     """Two groups of one name."""
 

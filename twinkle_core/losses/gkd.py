@@ -101,7 +101,15 @@ class GKDLoss(Loss):
         if self.add_tail and self.temperature != 1.0:
             why = "at another temperature than 1 what lies outside of them is not known"
             raise BadLossArgument(name, "teacher_topk_logps", why, "add_tail=False, temperature=1.0, or whole teacher_logits")
-        if ids.device.type == "cpu" and ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
+        if ids.device.type != "cpu" or not ids.numel():
+            return  # a look at them would wait for the device
+        if (most := float(logps.max())) > 1e-3:
+            why = f"it holds {most:g}, and no probability is above 1"
+            raise BadLossArgument(name, "teacher_topk_logps", why, "log-probabilities, 0 or less")
+        if (logps.exp().sum(-1) > 1.05).any():
+            why = "the probabilities of a token's words add up to more than 1"
+            raise BadLossArgument(name, "teacher_topk_logps", why, "log-probabilities of different words")
+        if not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
             why = f"it holds {int(ids.min())} to {int(ids.max())}"
             raise BadLossArgument(name, "teacher_topk_ids", why, f"ids of the student's words, 0 to {vocabulary - 1}")
 

@@ -88,7 +88,7 @@ class PolicyLoss(Loss):
         """See the class."""
         name = type(self).__name__
         mask, logps = labelled(name, inputs), floats(outputs.logps)
-        gain = per_token(name, "advantages", advantages, inputs, logps)
+        gain = per_token(name, "advantages", advantages, inputs, logps, of_rows=True)
         old = logps.detach() if old_logps is None else per_token(name, "old_logps", old_logps, inputs, logps)
         log_ratio = torch.where(mask, logps - old, 0.0).clamp(-LOG_RATIO, LOG_RATIO)
         terms, shares = self.surrogate(inputs, logps, log_ratio, gain)

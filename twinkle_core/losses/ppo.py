@@ -71,7 +71,7 @@ class PPOLoss(PolicyLoss):
             raise MissingArgument(name, ["returns"])
         policy = super().__call__(inputs, outputs, advantages=advantages, old_logps=old_logps, ref_logps=ref_logps)
         mask, values = labelled(name, inputs), floats(outputs["values"])
-        goal = per_token(name, "returns", returns, inputs, values)
+        goal = per_token(name, "returns", returns, inputs, values, of_rows=True)
         error = (values - goal).square()
         if old_values is not None and self.value_clip is not None:
             old = per_token(name, "old_values", old_values, inputs, values)

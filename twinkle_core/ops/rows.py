@@ -51,15 +51,17 @@ def floats(values: Tensor) -> Tensor:
     return values if values.dtype == torch.float64 else values.float()
 
 
-def per_token(loss: str, name: str, value: Any, inputs: Mapping[str, Any], like: Tensor) -> Tensor:
+def per_token(loss: str, name: str, value: Any, inputs: Mapping[str, Any], like: Tensor, *, of_rows: bool = False) -> Tensor:
     """A loss argument as one number for each token, without a graph; 0 where nothing is trained.
 
     Args:
         loss: who asks, for the error.
         value: numbers for each token (``[B, T]`` of the labels' shape; or for each row a list with one number for each of its
-            tokens, or for each of those that have a label), or one for each row (``[B]``), which all its tokens get.
+            tokens, or for each of those that have a label).
         inputs: the collated batch, padded or packed.
         like: gives dtype and device.
+        of_rows: whether it may also be one number for each row (``[B]``), which all its tokens get. Not of log-probabilities,
+            which are easily taken for the sums of rows.
 
     Raises:
         BadLossArgument, MissingArgument
@@ -71,11 +73,11 @@ def per_token(loss: str, name: str, value: Any, inputs: Mapping[str, Any], like:
         given = _from_lists(loss, name, value, inputs, mask)
     else:
         given = _tensor(loss, name, value, TOKENS)
-        if given.dim() == 1 and given.shape[0] == rows:
+        if of_rows and given.dim() == 1 and given.shape[0] == rows:
             given = given.to(mask.device)[row_numbers(inputs)]
         elif given.shape != mask.shape:
             why = f"its shape is {list(given.shape)}, the batch has {rows} rows and labels {list(mask.shape)}"
-            raise BadLossArgument(loss, name, why, f"{TOKENS}; or {ROWS}")
+            raise BadLossArgument(loss, name, why, f"{TOKENS}; or {ROWS}" if of_rows else TOKENS)
     given = given.detach().to(like.device, like.dtype)
     return torch.where(mask, given, torch.zeros_like(given))
 

@@ -19,6 +19,21 @@ _TOKEN_FIELDS = frozenset(("attention_mask", "position_ids"))  # one value a tok
 _NOT_CARRIED = frozenset(("length", "seq_lens", "row_counts", *MEDIA_FIELDS))  # said by the mask, or made anew
 
 
+class AroundProcessor(Processor):
+    """A processor that changes what another one makes, and is what that one is.
+
+    Args:
+        processor: makes the batches.
+    """
+
+    def __init__(self, processor: Processor) -> None:
+        self.processor, self.padding_side = processor, processor.padding_side
+
+    @property
+    def packs(self) -> bool:
+        return self.processor.packs
+
+
 class InputProcessor(Processor):
     """Collates encoded rows.
 

@@ -12,7 +12,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 C = TypeVar("C", bound=type)
 
 #: ``slice``: rows are divided over all workers; ``slice_dp``: over data ranks; ``all``: everybody gets the same. ``along``: no
-#: rows of its own, but what is as long as the rows of the adapter's last ``slice_dp`` is divided as those were.
+#: rows of its own, but what is as long as the rows of an earlier call that collects ``rows`` is divided as those were.
 DISPATCH = ("slice", "slice_dp", "all", "along")
 EXECUTE = ("all", "first")
 #: ``loss``: (sum, weight) added, then divided; ``metric``: reduced over ranks by the method itself; ``rows``: joined in row

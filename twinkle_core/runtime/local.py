@@ -36,6 +36,10 @@ class LocalRuntime(Runtime):
     def create(self, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any], remote_group: str) -> None:
         """Always here."""
 
+    def default_mesh(self) -> DeviceMesh | None:
+        """That of ``initialize``: this process is one of its ranks."""
+        return self.mesh
+
     def placement(self) -> str:
         """This process and the mesh."""
         line = f"local: rank {settings.rank()} of {settings.world_size()}, in this process"
@@ -73,7 +77,7 @@ def initialize(
         seed: seeds Python, numpy and torch.
         full_determinism: also asks torch for deterministic kernels.
         groups: named groups of workers, for runtimes that place them.
-        global_device_mesh: the mesh that components take when they are given none.
+        global_device_mesh: the mesh that models and data loaders take which are made later and given none.
         lazy_collect: a runtime may delay the collecting of results until they are read.
 
     Raises:
@@ -128,6 +132,11 @@ def seed_everything(seed: int, full_determinism: bool = False) -> None:
 def current_runtime() -> Runtime:
     """The runtime that ``initialize`` chose; local without it."""
     return _state.runtime
+
+
+def default_mesh() -> DeviceMesh | None:
+    """The mesh of ``initialize(global_device_mesh=...)``, which models and data loaders take that are given none."""
+    return _state.runtime.default_mesh()
 
 
 def get_device_placement() -> str:

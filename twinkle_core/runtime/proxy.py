@@ -36,7 +36,8 @@ class Home(ABC):
         #: the first worker of each data rank
         self.leads = [self.shares.index(share) for share in range(max(self.shares) + 1)]
         self._inside: ContextVar[tuple[Context, ...]] = ContextVar(f"twinkle_inside_{key}", default=())
-        self._cuts: dict[Any, cut.Cut] = {}
+        #: how rows of forwards were divided, by whose they were and how many
+        self._cuts: dict[str, dict[int, cut.Cut]] = {}
 
     @abstractmethod
     def send(self, calls: Sequence[Call]) -> list[Answer]:
@@ -54,8 +55,21 @@ class Home(ABC):
     def reference(self, path: str) -> tuple[Any, ...]:
         """``(function, arguments)`` that give the object, or an attribute of it, on its own workers: how a proxy travels."""
 
-    def call(self, method: Method, spec: RemoteSpec, args: tuple[Any, ...], kwargs: dict[str, Any], rows: str = "") -> Any:
-        """Call a method as it is declared. ``rows``: the name of its first parameter."""
+    def call(
+        self,
+        method: Method,
+        spec: RemoteSpec,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        rows: str = "",
+        this: Remote | None = None,
+    ) -> Any:
+        """Call a method as it is declared.
+
+        Args:
+            rows: the name of its first parameter.
+            this: what the caller gets where the method gives its own object.
+        """
         parts, counting, counts = self._divide(method, spec, args, kwargs, rows)
         how = "each" if callable(spec.collect) else spec.collect
         if how in ("first", "metric", "context"):
@@ -69,7 +83,7 @@ class Home(ABC):
         answers = self.send(calls)
         for name, arguments in answers[0].events:
             plugins.tell(name, arguments)
-        values = [self._here(method, worker, answers[worker].value) for worker in counting]
+        values = [self._here(answers[worker].value, worker, this) for worker in counting]
         if counts is not None and len(counts) != len(values):
             counts = None
         return collect.together(method.shown, spec.collect, values, counts)
@@ -88,10 +102,10 @@ class Home(ABC):
 
         return inside()
 
-    def _here(self, method: Method, worker: int, value: Any) -> Any:
+    def _here(self, value: Any, worker: int, this: Remote | None) -> Any:
         """An answer as the caller sees it."""
         if isinstance(value, Itself):
-            return proxy(self.owner, self, method.path)
+            return this
         return RemoteIterator(self, worker, value) if isinstance(value, Held) else value
 
     def _divide(self, method: Method, spec: RemoteSpec, args: tuple[Any, ...], kwargs: dict[str, Any], rows: str) -> Parts:
@@ -105,17 +119,19 @@ class Home(ABC):
                 raise BadDispatch(method.shown, repr(made), len(workers))
             return [(tuple(own), dict(named)) for own, named in made], workers, None
         counting = self.leads if spec.dispatch == "slice_dp" or spec.collect == "loss" else workers
-        whose = kwargs.get("adapter_name"), tuple((c.method, c.args) for c in self._inside.get())
-        if spec.dispatch == "along" and whose in self._cuts:
-            return self._along(self._cuts[whose], args, kwargs), counting, None
+        if spec.dispatch == "along" and (args or kwargs) and len(self.leads) > 1:
+            return self._along(args, kwargs), counting, None
         given = bool(args) or rows in kwargs
         if spec.dispatch in ("all", "along") or not given:
             return [(args, kwargs)] * len(workers), counting, None
         places = workers if spec.dispatch == "slice" else self.shares
         first = args[0] if args else kwargs[rows]
-        first, how = cut.of(method.shown, first, max(places) + 1, self._grouping(method, spec, kwargs))
-        if spec.dispatch == "slice_dp":
-            self._cuts[whose] = how
+        whose, grouping = self._grouping(kwargs) if spec.dispatch == "slice_dp" and not method.path else ("", None)
+        first, how = cut.of(method.shown, first, max(places) + 1, grouping)
+        if spec.collect == "rows":
+            cuts = self._cuts.setdefault(whose, {})
+            cuts.pop(how.count, None)
+            cuts[how.count] = how
         mine = how.rows(first)
         beside: Callable[[Any], list[Any]] = how.beside if spec.cut_beside else lambda value: [value] * len(mine)
         others = [beside(value) for value in args[1:]]
@@ -127,20 +143,29 @@ class Home(ABC):
             parts.append((head, own if args else {rows: mine[place], **own}))
         return parts, counting, [len(how.ranges[places[worker]]) for worker in counting]
 
-    def _along(self, how: cut.Cut, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        own = [how.beside(value) for value in args]
-        named = {key: how.beside(value) for key, value in kwargs.items()}
+    def _along(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+        """Arguments divided as the rows of a forward were that are as many."""
+        known = list(self._cuts.get(self._grouping(kwargs)[0], {}).values())
+
+        def parts(value: Any) -> list[Any]:
+            for how in reversed(known):
+                found = how.beside(value)
+                if any(part is not value for part in found):
+                    return found
+            return [value] * len(self.leads)
+
+        own, named = [parts(value) for value in args], {key: parts(value) for key, value in kwargs.items()}
         return [
             (tuple(value[share] for value in own), {key: value[share] for key, value in named.items()}) for share in self.shares
         ]
 
-    def _grouping(self, method: Method, spec: RemoteSpec, kwargs: Mapping[str, Any]) -> cut.Grouping | None:
-        """Which rows the model's loss wants together; asked each time, since a loss may be set at any."""
-        ask = declared(self.owner).get("grouping") if spec.dispatch == "slice_dp" and not method.path else None
+    def _grouping(self, kwargs: Mapping[str, Any]) -> tuple[str, cut.Grouping | None]:
+        """Whose rows a call means, and which of them the loss wants together. Asked each time: a loss may be set at any."""
+        ask = declared(self.owner).get("grouping")
         if ask is None or len(self.leads) == 1:
-            return None
+            return "", None
         named = {key: kwargs[key] for key in ("adapter_name",) if key in kwargs}
-        found: cut.Grouping | None = self.call(Method(self.key, "", "grouping"), ask, (), named)
+        found: tuple[str, cut.Grouping | None] = self.call(Method(self.key, "", "grouping"), ask, (), named)
         return found
 
 
@@ -212,7 +237,11 @@ def _class_of(cls: type) -> Any:
 def _method(cls: type, name: str, spec: RemoteSpec) -> Any:
     whole = next(base.__dict__[name] for base in cls.__mro__ if name in base.__dict__)
     if isinstance(whole, property):
-        return property(lambda self: self._home.call(Method(self._home.key, self._path, name), spec, (), {}), doc=whole.__doc__)
+
+        def read(self: Remote) -> Any:
+            return self._home.call(Method(self._home.key, self._path, name), spec, (), {}, this=self)
+
+        return property(read, doc=whole.__doc__)
     rows = next(iter(list(inspect.signature(whole).parameters)[1:]), "")
 
     @functools.wraps(whole)
@@ -220,6 +249,6 @@ def _method(cls: type, name: str, spec: RemoteSpec) -> Any:
         there = Method(self._home.key, self._path, name)
         if spec.collect == "context":
             return self._home.enter(there, spec, args, kwargs)
-        return self._home.call(there, spec, args, kwargs, rows)
+        return self._home.call(there, spec, args, kwargs, rows, self)
 
     return method

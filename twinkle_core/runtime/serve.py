@@ -111,8 +111,8 @@ class Server:
             return Answer(got.value, events)
         error, trace = got.error, _trace(got.error)
         sent = attempt(lambda: self._check(error))
-        if sent.error is not None:
-            error = WorkerFailed(describe(error), sent.why)
+        if sent.error is not None or not isinstance(error, Exception):  # one that ends a process is meant for that alone
+            error = WorkerFailed(describe(error), sent.why or "it is no Exception")
         return Answer(None, events, error, trace)
 
 

@@ -149,19 +149,27 @@ def by_token(args: Mapping[str, Any]) -> bool:
     return any(getattr(value, "ndim", 0) > 1 for value in args.values())
 
 
+def width_of(inputs: Mapping[str, Any]) -> int:
+    """Places that a collated batch has labels for; 0 where it has none for each token."""
+    labels = inputs.get("labels")
+    return labels.shape[1] if getattr(labels, "ndim", 0) > 1 else 0  # type: ignore[union-attr]
+
+
 def fit_args(
-    args: Mapping[str, Any], lengths: Sequence[int], cut: range, inputs: Mapping[str, Any], *, left: bool = False
+    args: Mapping[str, Any], lengths: Sequence[int], widest: int, cut: range, inputs: Mapping[str, Any], *, left: bool = False
 ) -> dict[str, Any]:
     """Loss arguments with one number for each token of all rows, as an output of ``forward_only`` over them is, made as wide
-    as one micro-batch: a part of the rows may be padded to fewer tokens, and packed rows are a part of the sequence.
+    as one micro-batch: a part of the rows may be padded to fewer tokens, and packed rows are a part of the sequence. Of another
+    width they stay as they are, for the loss to refuse.
 
     Args:
         lengths: tokens of all rows.
+        widest: ``width_of`` the widest micro-batch of them, which all rows together are padded to.
         inputs: the collated micro-batch of the rows in ``cut``.
         left: whether rows are padded on the left.
     """
-    width = inputs["labels"].shape[1] if getattr(inputs.get("labels"), "ndim", 0) > 1 else None
-    if width is None:
+    width = width_of(inputs)
+    if not width:
         return dict(args)
     start, total = sum(lengths[: cut.start]), sum(lengths)
     fitted = dict(args)
@@ -170,7 +178,7 @@ def fit_args(
             continue
         if micro.is_packed(inputs) and value.shape[0] == 1 and value.shape[1] == total:
             fitted[key] = value[:, start : start + width]
-        elif not micro.is_packed(inputs) and value.shape[0] == len(lengths) and value.shape[1] > width:
+        elif not micro.is_packed(inputs) and value.shape[0] == len(lengths) and value.shape[1] == widest:
             fitted[key] = value[:, value.shape[1] - width :] if left else value[:, :width]
     return fitted
 
@@ -211,15 +219,17 @@ def prepare(
     args = dict(loss_args or {})
     batches: list[Batch] = []
     lengths = _lengths(rows) if by_token(args) else None
-    left = getattr(processor, "padding_side", "right") == "left"
+    planned = []
     for cut in cuts(rows, loss, micro_batch_size):
         if isinstance(rows, Mapping):
             inputs = micro.cut_batch(rows, cut)
         else:
             inputs = processor.collate(rows[cut.start : cut.stop])
         check_batch(inputs, loss)
-        inputs = with_wide_ids(inputs)
-        fitted = args if lengths is None else fit_args(args, lengths, cut, inputs, left=left)
+        planned.append((cut, with_wide_ids(inputs)))
+    left, widest = processor.padding_side == "left", max((width_of(inputs) for _, inputs in planned), default=0)
+    for cut, inputs in planned:
+        fitted = args if lengths is None else fit_args(args, lengths, widest, cut, inputs, left=left)
         batches.append(Batch(to_device(inputs, device), cut, micro.cut_args(fitted, cut, count, device)))
     like = None if isinstance(rows, Mapping) or not rows else rows[0]
     for _ in range(len(batches), at_least):

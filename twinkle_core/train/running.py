@@ -19,7 +19,7 @@ from twinkle_core.errors import (
 from twinkle_core.processors.input import row_lengths
 from twinkle_core.train import losses, micro, normalise, optim
 from twinkle_core.train.calls import Asked, Call, by_size, measure, read_by
-from twinkle_core.train.prepare import by_token, fit_args
+from twinkle_core.train.prepare import by_token, fit_args, width_of
 from twinkle_core.train.session import Pending, Session
 from twinkle_core.train.sessions import Sessions, one_at_a_time
 from twinkle_core.types import LossOutput, ModelOutput
@@ -29,7 +29,8 @@ class Running(Sessions):
     """Loss and backward of a session's calls."""
 
     def _pads_left(self, session: Session) -> bool:
-        return getattr(self._or_base(session, "processor"), "padding_side", "right") == "left"
+        processor = self._or_base(session, "processor")
+        return processor is not None and processor.padding_side == "left"
 
     @one_at_a_time
     def _serve(self, asked: Asked) -> torch.Tensor:
@@ -109,13 +110,13 @@ class Running(Sessions):
         rows = sum(len(part.batch.rows) for part in waiting)
         real = [part.batch.inputs for part in waiting if not part.batch.dummy] if by_token(loss_args) else []
         lengths = [length for inputs in real for length in row_lengths(inputs)]
-        left = self._pads_left(session)
+        left, widest = self._pads_left(session), max(map(width_of, real), default=0)
         for part in waiting:
             losses.check_labels(loss, part.batch.inputs)
             if missing := losses.not_computed(loss, part.output):
                 raise NotInForward(losses.name_of(loss), missing, session.name)
             at = range(part.batch.rows[0], part.batch.rows[-1] + 1) if part.batch.rows else range(0)
-            fitted = fit_args(loss_args, lengths, at, part.batch.inputs, left=left) if lengths else loss_args
+            fitted = fit_args(loss_args, lengths, widest, at, part.batch.inputs, left=left) if lengths else loss_args
             args = micro.cut_args(fitted, at, rows, self.engine.device)
             batch = Batch(part.batch.inputs, part.batch.rows, args, part.batch.dummy)
             with self.adapters.activate(part.active), self.engine.mode(part.train):

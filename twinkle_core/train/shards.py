@@ -7,6 +7,7 @@ ranks hold is written once. Who reads may hold other parts, or the whole: parts 
 from __future__ import annotations
 
 import contextlib
+import math
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -19,7 +20,7 @@ from twinkle_core.errors import CheckpointDamaged, CheckpointNotWritten
 from twinkle_core.ops.sharded import is_sharded, local
 
 #: bytes of one file: what a rank holds twice while it writes
-LARGEST = 2**30
+LARGEST = 2**28
 
 
 def place(folder: Path, stem: str) -> Path:
@@ -59,7 +60,7 @@ def write(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     writer = HuggingFaceStorageWriter(str(folder), fqn_to_index_mapping=_files(tensors, ranks), save_distributed=True)
     try:
         with _alone():
-            save(dict(tensors), storage_writer=writer, no_dist=ranks == 1)
+            save({name: _in_blocks(tensor) for name, tensor in tensors.items()}, storage_writer=writer, no_dist=ranks == 1)
     except CheckpointException as error:
         rank, (cause, _) = next(iter(error.failures.items()))
         raise CheckpointNotWritten(str(folder), f"rank {rank}: {cause}") from error
@@ -103,6 +104,10 @@ def read(folder: Path, live: Mapping[str, torch.Tensor]) -> dict[str, torch.Tens
     if wanted:
         with _alone():
             load(wanted, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
+    for name, tensor in wanted.items():
+        if is_sharded(tensor):
+            cut: Any = live[name]
+            found[name] = tensor.redistribute(placements=cut.placements)  # what was read whole; nothing is sent
     return found
 
 
@@ -111,6 +116,41 @@ def _empty(size: torch.Size, dtype: torch.dtype, live: Any) -> torch.Tensor:
         return torch.empty(size, dtype=dtype, device="meta")
     if not is_sharded(live) or live.shape != size:
         return torch.empty(size, dtype=dtype)
-    part = torch.empty_like(local(live), dtype=dtype)
-    mesh, placements = live.device_mesh, live.placements
-    return type(live).from_local(part, mesh, placements, run_check=False, shape=size, stride=live.stride())  # type: ignore[no-any-return]
+    from torch.distributed.tensor import empty
+
+    torn = _torn(live)  # what is torn is read whole, and cut then
+    placements = [_replicate() if i in torn else placement for i, placement in enumerate(live.placements)]
+    if not torn:
+        part = torch.empty_like(local(live), dtype=dtype)
+        return type(live).from_local(part, live.device_mesh, placements, run_check=False, shape=size, stride=live.stride())  # type: ignore[no-any-return]
+    return empty(size, dtype=dtype, device_mesh=live.device_mesh, placements=placements)
+
+
+def _replicate() -> Any:
+    from torch.distributed.tensor import Replicate
+
+    return Replicate()
+
+
+def _torn(x: Any) -> set[int]:
+    """The dimensions of the mesh along which a part is no block of the whole but several (gate and up in one matrix)."""
+    found = set()
+    for i, placement in enumerate(x.placements):
+        pieces = getattr(placement, "split_factor", None)
+        if pieces is not None:  # in as many pieces as later dimensions cut it again, it is one block
+            later = [j for j in range(i + 1, len(x.placements)) if x.placements[j].is_shard(placement.dim)]
+            if math.prod(x.device_mesh.size(j) for j in later) != pieces:
+                found.add(i)
+    return found
+
+
+def _in_blocks(x: Any) -> Any:
+    """The tensor with parts that are one block each. Collective where they are not."""
+    torn = _torn(x) if is_sharded(x) else ()
+    if not torn:
+        return x
+    from torch.distributed.tensor import Shard
+
+    others = {p.dim for i, p in enumerate(x.placements) if i not in torn and hasattr(p, "dim")}
+    placements = [p if i not in torn else _replicate() if p.dim in others else Shard(p.dim) for i, p in enumerate(x.placements)]
+    return x.redistribute(placements=placements)

@@ -50,8 +50,9 @@ class SessionModel(UpdateVerbs, SetupVerbs, StorageVerbs, TwinkleModel, metaclas
         return self.engine.module
 
     def grouping(self, *, adapter_name: str | None = None) -> Any:
-        """The ``groups`` of the session's loss, where it has some."""
-        return losses.grouping(self._loss(self._session(adapter_name)))
+        """The session's name, and the ``groups`` of its loss, where it has some."""
+        session = self._session(adapter_name)
+        return session.name, losses.grouping(self._loss(session))
 
     def share(self, collect: str, answer: Any, *, adapter_name: str | None = None) -> Any:
         """A loss as (sum, weight) of this rank; an output with how its rows lie."""

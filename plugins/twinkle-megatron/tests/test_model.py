@@ -69,13 +69,24 @@ def test_a_mesh_of_more_processes_than_there_are_is_refused(llama):
         ({"tensor_model_parallel_size": 2}, BadArgument, "tp_size"),
         ({"bf16": True}, BadArgument, "mixed_precision"),
         ({"moe_aux_loss_coeff": 0.1}, BadArgument, "weight"),
-        ({"fp8": "hybrid"}, BadArgument, "GPU"),
+        ({"fp8": "hybrid"}, NeedsLibrary, r"pip install 'transformer-engine\[pytorch\]'"),
+        ({"fp8": "hybird"}, UnknownOption, "hybrid"),
         ({"on_nonfinite": "stop"}, UnknownOption, "raise"),
     ],
 )
 def test_settings_that_have_no_effect_are_refused(llama, options, error, words):
     with pytest.raises(error, match=words):
         built(llama, {}, **options)
+
+
+def test_fp8_needs_a_gpu_and_bf16(llama, monkeypatch):
+    monkeypatch.setattr(runtime.RUNTIME, "has_te", True)
+    with pytest.raises(BadArgument, match="GPU"):
+        built(llama, {}, fp8="hybrid")
+    monkeypatch.setattr(runtime.RUNTIME, "installed", False)
+    with pytest.raises(BadArgument, match="'bf16' with fp8"):
+        module._check_fp8("hybrid", "fp16")
+    module._check_fp8("e4m3", "bf16")
 
 
 def test_a_model_needs_a_folder_or_a_config():
@@ -145,7 +156,8 @@ def test_the_mesh_says_where_it_computes(llama):
 
 def test_what_was_imported_without_the_stand_ins_is_told():
     code = (
-        "import sys, types; sys.modules['megatron.core'] = types.ModuleType('megatron.core')\n"
+        "import importlib.util, sys; spec = importlib.util.find_spec('megatron.core')\n"
+        "sys.modules['megatron.core'] = importlib.util.module_from_spec(spec)\n"
         "from twinkle_megatron.cpu.runtime import RUNTIME\n"
         "RUNTIME.install()"
     )

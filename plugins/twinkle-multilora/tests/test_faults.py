@@ -227,6 +227,8 @@ def test_B56_a_new_tenant_inherits_nothing():
     m.set_lr_scheduler("linear_lr", adapter_name="a", start_factor=1.0, end_factor=0.0, total_iters=10)
     m.set_loss(lambda inputs, outputs: 7 * squared(inputs, outputs), adapter_name="a")
     m.add_metric(Noting, adapter_name="a")
+    m.set_processor("input", padding_side="left", adapter_name="a")
+    m.sessions["a"].template = object()
     for _ in range(3):
         m.forward_backward(at(1, 5), adapter_name="a")
         m.clip_grad_and_step(adapter_name="a")
@@ -239,6 +241,8 @@ def test_B56_a_new_tenant_inherits_nothing():
     assert answer(m, "b") == 2.0
     assert all(p.grad is None for p in m.adapters.parameters("b").values())
     assert m.calculate_metric(adapter_name="b") == {}
+    fresh = m.sessions["b"]
+    assert (fresh.loss, fresh.template, fresh.processor) == (None, None, None)
     with pytest.raises(NoOptimizer):
         m.step(adapter_name="b")
     loss = m.forward_backward(at(1, -1), adapter_name="b")

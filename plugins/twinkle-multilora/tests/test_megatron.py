@@ -222,6 +222,7 @@ def test_a_slot_gives_back_what_failed_half_way(model, monkeypatch):
     assert torch.equal(logits(model, "b"), base)
 
 
+@pytest.mark.slow
 def test_one_slot_alone_and_more_than_ten(llama):
     """The last tenant of all leaves the model as it was; slots whose names begin alike are told apart."""
     one = built(llama, max_loras=1)
@@ -265,6 +266,7 @@ def test_tenants_in_turns_are_plain_adapters_of_megatron_models(llama):
         assert float(next(v for k, v in model.get_state_dict(adapter_name=name).items() if "lora_B" in k).abs().max()) > 0
 
 
+@pytest.mark.slow
 def test_half_precision(llama):
     """bf16: the optimizer's fp32 copies are each tenant's own, and follow when weights are set from outside."""
     model, alone = (built(llama, mixed_precision="bf16") for _ in range(2))
@@ -285,6 +287,7 @@ def test_half_precision(llama):
     assert moved < 0.05, "it went on from the weights before"
 
 
+@pytest.mark.slow
 def test_split_verbs_that_overlap(llama):
     """forward of all, then backward of all, with another tenant's update in between."""
     whole, split = built(llama, max_loras=2), built(llama, max_loras=2)
@@ -301,6 +304,24 @@ def test_split_verbs_that_overlap(llama):
     for name in ("ada", "bob"):
         a, b = (m.get_state_dict(adapter_name=name) for m in (whole, split))
         assert all(torch.equal(v, b[k]) for k, v in a.items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [{"granularity": "full", "method": "uniform", "num_layers": 1}, {"granularity": "selective"}])
+def test_activations_are_computed_anew_with_the_same_adapter_and_dropout(llama, how):
+    """Also where another tenant has run in between."""
+    kept, anew = built(llama, max_loras=2), built(llama, max_loras=2, **{f"recompute_{key}": v for key, v in how.items()})
+    norms = []
+    for model in (kept, anew):
+        for name in ("cyd", "eve"):
+            join(model, name)
+        for step in range(3):
+            for name in ("cyd", "eve"):
+                model.forward(rows_of(name, step), adapter_name=name, return_logits=False)
+            for name in ("eve", "cyd"):
+                model.backward(adapter_name=name)
+                norms.append(model.clip_grad_and_step(0.5, adapter_name=name))
+    assert norms[:6] == norms[6:] and all(norms)
 
 
 def test_a_reused_slot_starts_clean(llama):
@@ -392,6 +413,7 @@ def _out_of_vocabulary(model):
         model.forward_backward([{"input_ids": [250], "labels": [1]}], adapter_name="bob")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", [_nan, _raises, _backward_raises, _diverges, _out_of_vocabulary])
 def test_a_failure_is_nobody_elses(fault, llama):
     model, plain = built(llama, max_loras=3), built(llama, max_loras=3)
@@ -408,6 +430,7 @@ def test_a_failure_is_nobody_elses(fault, llama):
         assert same(state(model, name), state(plain, name))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("failing", ["twinkle_megatron.files.save_file", "pathlib.Path.write_text"])
 def test_a_full_disk_leaves_all_tenants(failing, llama, tmp_path, monkeypatch):
     """Nothing half-written, the older checkpoint whole, and training as if nobody had saved."""
@@ -439,6 +462,7 @@ def test_a_full_disk_leaves_all_tenants(failing, llama, tmp_path, monkeypatch):
 # ---------------------------------------------------------------------------------------------------- many, threads
 
 
+@pytest.mark.slow
 def test_many_in_one_call_take_turns(llama):
     model, plain = built(llama), built(llama)
     for one in (model, plain):
@@ -461,6 +485,7 @@ def test_many_in_one_call_take_turns(llama):
     assert model.clip_grad_and_step(adapter_name="bob") == plain.clip_grad_and_step(adapter_name="bob") is not None
 
 
+@pytest.mark.slow
 def test_threads_take_turns(llama):
     model, found = built(llama), {}
     for name in TENANTS:
@@ -487,6 +512,7 @@ def test_threads_take_turns(llama):
 # ---------------------------------------------------------------------------------------------------- files
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_that_of_a_plain_adapter(llama, tmp_path):
     """PEFT and MegatronModel read it; with its own rank and alpha, and no word of slots or tenants."""
     model = built(llama)
@@ -560,6 +586,7 @@ def test_a_checkpoint_that_does_not_fit_changes_nothing(llama, tmp_path):
 # ---------------------------------------------------------------------------------------------------- another backend
 
 
+@pytest.mark.slow
 def test_tenants_train_as_those_of_multi_lora_transformers_model(llama, tmp_path):
     """Ten updates of two tenants beside layers that are one in both backends, from the same weights: to 1e-4."""
     model = built(llama, max_loras=2)
@@ -585,6 +612,7 @@ def test_tenants_train_as_those_of_multi_lora_transformers_model(llama, tmp_path
             torch.testing.assert_close(tensor, b[key], rtol=0, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_tenant_trains_as_plain_peft_whose_parts_share_one_a(llama, tmp_path):
     """All linear layers: Megatron has one lora_A for q, k and v, and one for gate and up; torch's AdamW, plain autograd."""
     model = built(llama, max_loras=2)

@@ -10,7 +10,8 @@ import time
 import pytest
 
 from twinkle_core.errors import RanksApart
-from twinkle_multilora.ranks import RankTurns, Turn
+from twinkle_multilora.model import MultiLoraTransformersModel
+from twinkle_multilora.ranks import MEETING, RankTurns, Turn
 
 
 class Line:
@@ -101,3 +102,7 @@ def test_a_call_that_was_served_waits_no_more():
 
     first.tell(Turn("forward_backward", ("a", "b")))
     run(leader, other)
+
+
+def test_verbs_in_which_ranks_meet_are_verbs():
+    assert all(callable(getattr(MultiLoraTransformersModel, verb, None)) for verb in MEETING)

@@ -1,4 +1,4 @@
-"""One Ray for all tests of a process: three small groups of workers on CPUs."""
+"""One Ray for all tests of a process: two small groups of workers on CPUs."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ sys.path.insert(0, str(Path(__file__).parent))  # before Ray starts: its workers
 from twinkle_core.mesh import DeviceGroup
 from twinkle_core.runtime import local
 
-GROUPS = [DeviceGroup(name, ranks, device_type="CPU") for name, ranks in (("actor", 2), ("victim", 2), ("one", 1))]
+GROUPS = [DeviceGroup(name, ranks, device_type="CPU") for name, ranks in (("actor", 2), ("one", 1))]
 
 
 @pytest.fixture(scope="session")
 def cluster():
-    """The runtime, with groups ``actor`` and ``victim`` of two workers and ``one`` of one."""
-    ray.init(num_cpus=5, include_dashboard=False, object_store_memory=80 * 2**20, logging_level="WARNING")
+    """The runtime, with groups ``actor`` of two workers and ``one`` of one."""
+    # Ray would end workers where other programs of this machine fill its memory
+    quiet = {"memory_monitor_refresh_ms": 0}
+    ray.init(num_cpus=5, include_dashboard=False, object_store_memory=80 * 2**20, logging_level="WARNING", _system_config=quiet)
     try:
         local.initialize(mode="ray", groups=GROUPS, seed=7)
         yield local.current_runtime()

@@ -39,6 +39,10 @@ class Child:
     def factor(self):
         return self._owner.factor
 
+    @remote_function(dispatch="all", collect="first")
+    def chain(self):
+        return self
+
     @remote_function(dispatch="all", collect="none")
     def scale(self, factor):
         self._owner.factor = factor
@@ -159,6 +163,14 @@ class Counter:
     @remote_function(dispatch="all", collect="first")
     def count_to(self, n):
         yield from range(n)
+
+    @remote_function(dispatch="all", collect="none")
+    def ranks_to(self, n):
+        yield from ((self.rank, i) for i in range(n))
+
+    @remote_function(dispatch="all", collect="none")
+    def leave(self):
+        raise SystemExit(3)
 
     @remote_function(dispatch="all", collect="first")
     def __len__(self):

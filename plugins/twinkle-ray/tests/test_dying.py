@@ -14,16 +14,21 @@ from training import batches, built, train
 from twinkle_core.errors import CheckpointNotFound, GroupEnded, WorkerDied
 from twinkle_core.mesh import DeviceGroup
 from twinkle_core.runtime import local
+from twinkle_ray.runtime import RayRuntime
 from twinkle_transformers.testing import write_tiny_llama
 
 
 @pytest.fixture
-def victim(cluster, monkeypatch):
-    """Two workers that may be ended: started anew where an earlier test has ended them."""
-    if cluster.groups["victim"].ended is not None:
-        cluster.groups["victim"] = cluster._launch(DeviceGroup("victim", 2, device_type="CPU"), [2, 3], [{"num_cpus": 1}] * 2)
-        cluster._join(cluster.groups["victim"], "CPU", 7, False)
-    return "victim"
+def victim(cluster):
+    """A group of two workers that may be ended."""
+    beside = RayRuntime()
+    group = DeviceGroup("victim", 2, device_type="CPU")
+    beside.start(nproc_per_node=None, groups=[group], mesh=None, seed=7, full_determinism=False)
+    cluster.groups["victim"] = beside.groups["victim"]
+    cluster._devices["victim"] = group
+    yield "victim"
+    del cluster.groups["victim"]
+    beside.shutdown()
 
 
 def gone(pid):

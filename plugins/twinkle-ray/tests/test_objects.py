@@ -11,6 +11,7 @@ from remote_objects import Counter, Single
 
 from twinkle_core.errors import (
     BadDispatch,
+    DriverIsRank,
     ElsewhereObject,
     GroupMesh,
     GroupTooLarge,
@@ -109,7 +110,8 @@ def test_iterators_and_the_object_itself(counter):
     assert list(counter.count_to(3)) == [0, 1, 2]
     iterator = counter.count_to(10**9)
     assert [next(iterator), next(iterator)] == [0, 1]
-    assert type(counter.chain()) is type(counter) and len(counter.chain()) == 7
+    assert [list(each) for each in counter.ranks_to(2)] == [[(0, 0), (0, 1)], [(1, 0), (1, 1)]]
+    assert counter.chain() is counter and counter.child.chain() is counter.child
 
 
 def test_a_proxy_that_travels_is_the_object_on_its_own_workers(counter, cluster):
@@ -132,6 +134,8 @@ def test_what_a_worker_raises_arrives_with_its_type_and_both_places(counter):
     assert any(entry.path.name == "test_objects.py" for entry in caught.traceback)
     with pytest.raises(WorkerFailed, match="Odd: 1 and 2"):
         counter.raises("odd")
+    with pytest.raises(WorkerFailed, match="SystemExit: 3"):
+        counter.leave()
     with pytest.raises(ValueError, match="not today"):
         Counter(fail=True, remote_group="actor")
     with pytest.raises(TypeError, match="nonsense"):
@@ -150,13 +154,14 @@ def test_what_is_not_declared_is_told(counter):
 
 
 def test_groups_that_can_not_be(cluster, monkeypatch):
-    with pytest.raises(
-        UnknownGroup, match=r"no group 'actr'. Did you mean 'actor'\?\n    initialize was given: actor, victim, one"
-    ):
+    with pytest.raises(UnknownGroup, match=r"no group 'actr'. Did you mean 'actor'\?\n    initialize was given: actor, one"):
         Counter(remote_group="actr")
     with pytest.raises(local.AlreadyInitialized, match="seed: 7 before, 8 now"):
         local.initialize(mode="ray", groups=list(local._state.arguments["groups"]), seed=8)
     monkeypatch.setattr(local, "_state", local._State(local.LocalRuntime()))
+    with monkeypatch.context() as ranks, pytest.raises(DriverIsRank, match="one of 2 processes"):
+        ranks.setenv("WORLD_SIZE", "2")
+        local.initialize(mode="ray", groups=[DeviceGroup("a", 1)])
     with pytest.raises(NoGroups):
         local.initialize(mode="ray")
     with pytest.raises(SameGroup, match="two groups are called 'a'"):
@@ -166,8 +171,8 @@ def test_groups_that_can_not_be(cluster, monkeypatch):
     with pytest.raises(GroupTooLarge, match="need 6 CPUs, and the cluster has 5 CPUs"):
         local.initialize(mode="ray", groups=[DeviceGroup("a", 6, device_type="CPU")])
     monkeypatch.setattr("twinkle_ray.placing.WAIT", 0.5)
-    with pytest.raises(GroupTooLarge, match=r"need 2 CPUs, and the cluster has 0 CPUs free, after 0.5 s of waiting"):
-        local.initialize(mode="ray", groups=[DeviceGroup("a", 2, device_type="CPU")])
+    with pytest.raises(GroupTooLarge, match=r"need 3 CPUs, and the cluster has 2 CPUs free, after 0.5 s of waiting"):
+        local.initialize(mode="ray", groups=[DeviceGroup("a", 3, device_type="CPU")])
     assert local._state.arguments is None
 
 
@@ -183,5 +188,5 @@ def test_other_versions_on_a_worker_are_told_by_name(cluster, monkeypatch):
 
 def test_who_sits_where(cluster):
     drawn = local.get_device_placement()
-    assert drawn.startswith("ray: 5 worker(s) in 3 group(s)\n  actor\n")
-    assert drawn.count(", 1 CPU") == 5
+    assert drawn.startswith("ray: 3 worker(s) in 2 group(s)\n  actor\n")
+    assert drawn.count(", 1 CPU") == 3

@@ -10,8 +10,9 @@ from peft import LoraConfig
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, LlamaForSequenceClassification
 
-from twinkle_core.errors import BadLabels, NotComputed
+from twinkle_core.errors import BadLabels, BadLossArgument, NotComputed
 from twinkle_core.processors.input import InputProcessor
+from twinkle_core.testing.toys import random_rows
 from twinkle_transformers import engine as engine_module
 from twinkle_transformers.model import TransformersModel
 from twinkle_transformers.testing import tiny_config
@@ -301,6 +302,33 @@ def test_encoder_without_output_layer_forwards(ids):
         m.forward_backward([{**row, "labels": 1.0} for row in batch], task="seq_cls")
     with pytest.raises(NotComputed, match="BertForSequenceClassification"):
         m.engine.generate(batch)
+
+
+@pytest.mark.parametrize(
+    "processor", [{}, {"padding_side": "left"}, {"pad_to_multiple_of": 8}, {"padding_free": True}], ids=str
+)
+@pytest.mark.parametrize("loss", ["dpo", "grpo"])
+def test_micro_batches_cut_logps_with_their_rows(tiny, loss, processor):
+    """What a forward over all rows gave comes back beside micro-batches that are narrower than all rows."""
+    rows = random_rows([5, 9, 12, 6], seed=3)
+    args = {"advantages": [1.0, -0.5, 0.25, -1.5]} if loss == "grpo" else {}
+    got = []
+    for size in (None, 2):
+        model = TransformersModel(model_id=tiny, mixed_precision="no")
+        model.add_adapter_to_model("default", LoraConfig(r=4, target_modules="all-linear", init_lora_weights="gaussian"))
+        with torch.no_grad():
+            for i, p in enumerate(model.adapters.parameters("default").values()):
+                p.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(i)) / 5)
+        model.set_processor("input", **processor)
+        model.set_loss(loss, beta=0.3)
+        model.set_optimizer("sgd", lr=1.0)
+        ref = model.forward_only(rows, disable_lora=True).logps
+        value = model.forward_backward(rows, ref_logps=ref, micro_batch_size=size, **args)
+        got.append((float(value), model.clip_grad_and_step(max_grad_norm=float("inf"))))
+        for wrong in (torch.cat([ref, ref], 1), ref[:, :-1]):
+            with pytest.raises(BadLossArgument, match="ref_logps"):
+                model.forward_backward(rows, ref_logps=wrong, micro_batch_size=size, **args)
+    assert got[1] == pytest.approx(got[0], rel=1e-5)
 
 
 def test_B27_left_padding_does_not_shift_positions():

@@ -174,6 +174,18 @@ class ProcessorSuite(Suite):
             "seq_lens tell them apart"
         )
 
+    def test_padding_is_where_it_says(self, processor: Any, rows: Any) -> None:
+        """``padding_side`` is the side on which the shortest row ends in padding: numbers beside a batch are cut there."""
+        batch = processor.collate(copy.deepcopy(rows))
+        shape, mask = batch["input_ids"].shape, batch.get("attention_mask")
+        if processor.packs or mask is None or bool(mask.all()):
+            pytest.skip("it pads nothing")
+        found = {"left" if not row[0] else "right" for row in mask.view(shape).tolist() if not all(row)}
+        assert found == {processor.padding_side}, (
+            f"padding_side is {processor.padding_side!r}, and it pads on the {' and the '.join(sorted(found))}: set "
+            "padding_side, or logps of a reference are cut on the wrong side in micro-batches"
+        )
+
     def test_positions_count_within_rows(self, processor: Any, rows: Any) -> None:
         """Real tokens stand at 0, 1, 2, …, whatever is before them."""
         batch = processor.collate(copy.deepcopy(rows))

@@ -21,7 +21,7 @@ from twinkle_core.contracts.adapters import BASE, AdapterStore
 from twinkle_core.errors import BadAdapter, CheckpointMismatch, CheckpointNotFound, DuplicateAdapter, UnknownAdapter
 from twinkle_core.names import closest
 from twinkle_core.train.single import check_state
-from twinkle_megatron import files
+from twinkle_megatron import files, foreign
 from twinkle_megatron.cpu.runtime import RUNTIME, computes
 from twinkle_megatron.load import Built, mark_experts
 from twinkle_megatron.parallel import Layout, common_seed
@@ -34,7 +34,7 @@ FUSED = {
     "linear_fc2": ("down_proj",),
 }
 #: families whose adapters were seen to give the same logits in transformers and PEFT
-WRITTEN_RIGHTLY = frozenset({"llama", "qwen2", "qwen3", "qwen3_moe"})
+WRITTEN_RIGHTLY = frozenset({"llama", "mistral", "qwen2", "qwen3", "qwen3_moe"})
 #: what of a LoraConfig is honoured; everything else must be as it is by default
 HONOURED = frozenset({"r", "lora_alpha", "lora_dropout", "use_rslora", "target_modules"})
 #: of a LoraConfig, what says nothing of what it computes
@@ -85,7 +85,8 @@ class MegatronAdapters(AdapterStore):
         state = None
         if folder is not None:
             config, state = files.adapter_config(name, folder), files.read_tensors(folder, files.ADAPTER_FILE)
-            _check_shared(name, state)
+            outputs = {key.removesuffix(".weight"): len(tensor) for key, tensor in self.outline(BASE).items() if tensor.dim()}
+            config, state = foreign.joined(name, config, state, FUSED, outputs)
         ready = checked(name, config, str(self.built.hf_config.model_type), self.layout)
         self.check_room(name, ready)
         inner, seed = self.next_place(), common_seed()
@@ -281,7 +282,7 @@ class MegatronAdapters(AdapterStore):
             return files.read_tensors(folder, files.ADAPTER_FILE)
         if not (folder / "config.json").is_file():
             raise CheckpointNotFound(str(folder), "there is no model in it (config.json is missing)")
-        return files.read_tensors(folder, files.MODEL_FILE)
+        return files.read_model(self.built, folder)
 
     def check_compatible(self, name: str, folder: Path) -> None:
         file = folder / files.ADAPTER_CONFIG
@@ -392,4 +393,4 @@ def _check_shared(name: str, state: Mapping[str, torch.Tensor]) -> None:
     for (place, parts), tensors in groups.items():
         if len(tensors) != len(parts) or any(not torch.equal(tensors[0], t) for t in tensors[1:]):
             why = f"{place}: {', '.join(parts)} are one layer in Megatron and need one lora_A; this adapter has several"
-            raise BadAdapter(name, f"{why}. Train it with TransformersModel")
+            raise BadAdapter(name, f"{why}. Make an adapter of its folder: add_adapter_to_model('{name}', FOLDER)")

@@ -15,12 +15,13 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32, get_grad_norm_fp32
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.tensor_parallel import mappings
 
 from twinkle_core.contracts.engine import SPLIT_STEP, Batch, LossFn
 from twinkle_core.errors import NotComputed, UnknownOption
 from twinkle_core.mesh import DeviceMesh
+from twinkle_core.names import closest
 from twinkle_core.ops.gather import Ranks
+from twinkle_core.patches.heads import NO_POOLING, pooling_of
 from twinkle_core.train import optim
 from twinkle_core.train.loop_engine import LoopEngine, Window, evaluating
 from twinkle_core.train.session import Session
@@ -30,12 +31,13 @@ from twinkle_megatron.cpu.runtime import computes
 from twinkle_megatron.draws import Draws
 from twinkle_megatron.inputs import Laid, lay, planned, size_of
 from twinkle_megatron.load import Built
-from twinkle_megatron.logps import Vocabulary, gather_sequence
+from twinkle_megatron.logps import Tempered, Vocabulary, for_all, for_vocabulary, gather_sequence
 from twinkle_megatron.optim import MegatronDistributedOptimizer
 from twinkle_megatron.parallel import Layout
 
 #: what this engine can be asked for
-COMPUTED = frozenset({"logits", "logps", "entropies", "predictions", "hidden"})
+COMPUTED = frozenset({"logits", "logps", "entropies", "predictions", "hidden", "embeddings"})
+TASKS = ("causal_lm", "embedding")
 
 
 class MegatronEngine(LoopEngine):
@@ -109,10 +111,12 @@ class MegatronEngine(LoopEngine):
         return -(-most // self.layout.pp) * self.layout.pp if self.layout.vpp > 1 else most
 
     def _check(self, needs: frozenset[str], task: str) -> None:
-        if task != "causal_lm":
-            raise UnknownOption("task", task, None, ["causal_lm"])
+        if task not in TASKS:
+            raise UnknownOption("task", task, closest(str(task), TASKS), TASKS)
         if unknown := sorted(needs - COMPUTED):
             raise NotComputed("MegatronModel", unknown[0], "it is a language model, with logits and what is made of them")
+        if "embeddings" in needs and pooling_of(self.module) is None:
+            raise NotComputed("MegatronModel", "embeddings", NO_POOLING)
 
     @computes
     def run_schedule(
@@ -180,8 +184,11 @@ class MegatronEngine(LoopEngine):
 
     def _states(self, chunk: Any, laid: Laid) -> torch.Tensor:
         """What a chunk gives: hidden states for the next one, or for the output layer."""
+        places = laid.positions
+        if self.config.position_embedding_type == "mrope":  # of text, its three kinds are the same
+            places = places.expand(3, *places.shape)
         return chunk(  # type: ignore[no-any-return]
-            input_ids=laid.ids, position_ids=laid.positions, attention_mask=None, packed_seq_params=laid.packed
+            input_ids=laid.ids, position_ids=places, attention_mask=None, packed_seq_params=laid.packed
         )
 
     def _outputs(
@@ -189,18 +196,13 @@ class MegatronEngine(LoopEngine):
     ) -> ModelOutput:
         """What ``needs`` names, of whole rows, from ``[B, T / (context and sequence ranks), D]``."""
         assert self._vocabulary is not None
-        if self.layout.tp > 1:
-            if self.layout.sp:
-                hidden = hidden.transpose(0, 1).contiguous()
-                hidden = mappings.gather_from_sequence_parallel_region(hidden).transpose(0, 1)
-            else:
-                hidden = mappings.copy_to_tensor_model_parallel_region(hidden)
         group = parallel_state.get_context_parallel_group() if self.layout.cp > 1 else None
         output = ModelOutput()
 
         def whole(x: torch.Tensor) -> torch.Tensor:
             return laid.back(gather_sequence(x, group))
 
+        states, hidden = hidden, for_vocabulary(hidden, self.layout)
         if "logits" in needs:
             output["logits"] = whole(self._vocabulary(hidden, temperature))
         if needs & {"logps", "entropies", "predictions"}:
@@ -209,8 +211,14 @@ class MegatronEngine(LoopEngine):
                 hidden, labels, temperature, entropies="entropies" in needs, predictions="predictions" in needs
             )
             output |= {k: whole(v) for k, v in found.items() if k in needs}
+        if needs & {"hidden", "embeddings"}:
+            states = whole(for_all(states, self.layout))
         if "hidden" in needs:
-            output["hidden"], output["output_layer"] = whole(hidden), _Tempered(self._vocabulary, temperature)
+            output["hidden"], output["output_layer"] = states, Tempered(self._vocabulary, temperature, self.layout.cp)
+        if "embeddings" in needs:
+            head = pooling_of(self.module)
+            assert head is not None
+            output["embeddings"] = head(states, batch.inputs)
         return output
 
     @computes
@@ -419,15 +427,3 @@ class MegatronEngine(LoopEngine):
 
     def describe(self) -> dict[str, Any]:
         return {"model": type(self.chunks[0]).__name__, "device": str(self.device), **self._facts}
-
-
-class _Tempered(torch.nn.Module):
-    """A vocabulary at a temperature, as an output layer."""
-
-    def __init__(self, vocabulary: Vocabulary, temperature: float) -> None:
-        super().__init__()
-        self.vocabulary, self.temperature = vocabulary, temperature
-        self.out_features = vocabulary.size
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.vocabulary(hidden, self.temperature)  # type: ignore[no-any-return]

@@ -10,11 +10,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from mcore_bridge.utils import SafetensorLazyLoader
 from peft import LoraConfig
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from twinkle_core.errors import BadAdapter, CheckpointDamaged, CheckpointNotFound, CheckpointUnfit
+from twinkle_megatron.families import stays
 from twinkle_megatron.load import Built, set_weights
 
 ADAPTER_FILE, ADAPTER_CONFIG, MODEL_FILE = "adapter_model.safetensors", "adapter_config.json", "model.safetensors"
@@ -32,7 +34,7 @@ def exported(built: Built, inner: str | None, *, first_only: bool = False) -> It
     """
     where: dict[str, Any] = {"target_device": "cpu", "only_master_rank": True} if first_only else {}
     pairs = built.bridge.export_weights(
-        list(built.chunks), peft_format=inner is not None, adapter_name=inner or "default", **where
+        list(built.wholes), peft_format=inner is not None, adapter_name=inner or "default", **where
     )
     padded = -(-built.vocabulary // built.config.tensor_model_parallel_size) * built.config.tensor_model_parallel_size
     pending: dict[str, torch.Tensor] = {}
@@ -41,6 +43,8 @@ def exported(built: Built, inner: str | None, *, first_only: bool = False) -> It
             continue
         if key.endswith(("embed_tokens.weight", "lm_head.weight")) and tensor.shape[0] == padded:
             tensor = tensor[: built.vocabulary]
+        if built.bare and inner is None:
+            key = key.removeprefix("model.")
         if built.hf_config.model_type != "glm4":
             yield key, tensor
         elif ".gate_proj." in key:
@@ -63,7 +67,7 @@ class _Held:
 
 def loaded(built: Built, state: Mapping[str, torch.Tensor], inner: str | None) -> None:
     """Set the weights of this rank from whole tensors."""
-    set_weights(built.bridge, built.chunks, {key: _Held(tensor) for key, tensor in state.items()}, inner)
+    set_weights(built, {key: _Held(tensor) for key, tensor in state.items()}, inner)
 
 
 # ---------------------------------------------------------------------------------------------------- files
@@ -85,6 +89,21 @@ def read_tensors(folder: Path, stem: str) -> dict[str, torch.Tensor]:
         except (SafetensorError, OSError) as error:
             raise CheckpointDamaged(str(folder / name), str(error)) from error
     return state
+
+
+def _untouched(built: Built) -> Iterator[tuple[str, torch.Tensor]]:
+    """What the model's folder holds beside what is trained."""
+    if built.folder is None:
+        return
+    lazy = SafetensorLazyLoader(str(built.folder)).get_state_dict()
+    for key in lazy:
+        if stays(built.hf_config, key):
+            yield key, lazy[key].load()
+
+
+def read_model(built: Built, folder: Path) -> dict[str, torch.Tensor]:
+    """What of a model's folder is trained."""
+    return {k: t for k, t in read_tensors(folder, MODEL_FILE).items() if not stays(built.hf_config, k)}
 
 
 def _names_in(folder: Path) -> set[str]:
@@ -128,6 +147,8 @@ def write(built: Built, folder: Path, inner: str | None, config: LoraConfig | No
         raise failed
     if not first:
         return
+    for key, tensor in _untouched(built) if inner is None else ():
+        writer.add(key, tensor)
     writer.finish()
     if inner is None:
         _check_names(built, writer.places.keys())

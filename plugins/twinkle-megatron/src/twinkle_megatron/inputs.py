@@ -15,6 +15,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 
 from twinkle_core.contracts.processor import Processor
 from twinkle_core.errors import BadInputs
+from twinkle_core.processors.input import AroundProcessor
 from twinkle_core.train.session import Session
 from twinkle_core.types import IGNORE_INDEX, InputFeature
 from twinkle_megatron.parallel import Layout
@@ -24,7 +25,7 @@ from twinkle_megatron.zigzag import positions
 ORDER, LENGTHS = "token_order", "packed_lengths"
 
 
-class Planned(Processor):
+class Planned(AroundProcessor):
     """A processor whose batches are planned.
 
     Args:
@@ -33,12 +34,8 @@ class Planned(Processor):
     """
 
     def __init__(self, processor: Processor, vocabulary: int, layout: Layout) -> None:
-        self.processor, self.vocabulary, self.layout = processor, vocabulary, layout
-        self.padding_side = getattr(processor, "padding_side", "right")
-
-    @property
-    def packs(self) -> bool:
-        return self.processor.packs
+        super().__init__(processor)
+        self.vocabulary, self.layout = vocabulary, layout
 
     def collate(self, rows: Sequence[InputFeature]) -> InputFeature:
         return plan(self.processor.collate(rows), self.vocabulary, self.layout)

@@ -9,13 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from mcore_bridge import ModelConfig, get_mcore_model, hf_to_mcore_config
-from mcore_bridge.model import GPTModel, get_mcore_model_type
+import torch.distributed as dist
+from mcore_bridge import ModelConfig, get_mcore_model
+from mcore_bridge.model import GPTModel
+from mcore_bridge.model.modules.gated_delta_net import GatedDeltaNet
 from mcore_bridge.utils import SafetensorLazyLoader
+from megatron.core import parallel_state
 
 from twinkle_core import hub
+from twinkle_core import settings as environment
 from twinkle_core.errors import BadArgument, BadLayout, HoldsAdapter, ModelNotLoaded, UnsupportedFamily, WrongArgument
 from twinkle_core.names import closest
+from twinkle_megatron.families import SEEING, WAY, family_of, made_anew, stays
 from twinkle_megatron.parallel import Layout
 
 #: settings of Megatron's that have another home here: where to give them
@@ -96,34 +101,18 @@ def describe_shape(converted: Mapping[str, Any]) -> dict[str, int]:
     return {name: int(converted[name]) for name in names if converted.get(name)}
 
 
-def convert(owner: str, hf_config: Any) -> dict[str, Any]:
-    """Megatron's settings of a Hugging Face config.
-
-    Raises:
-        UnsupportedFamily: one that mcore-bridge doesn't know, or converts wrongly.
-    """
-    family = str(getattr(hf_config, "model_type", ""))
-    if get_mcore_model_type(family) is None:
-        raise UnsupportedFamily(owner, family, "mcore-bridge doesn't know this family", "train it with TransformersModel")
-    if getattr(hf_config, "vision_config", None) is not None:
-        why = "models that see are not driven by this backend yet"
-        raise UnsupportedFamily(owner, family, why, "train it with TransformersModel")
-    converted = dict(hf_to_mcore_config(hf_config))
-    if family == "deepseek_v3":
-        converted["moe_router_score_function"] = "sigmoid"  # always its own; a config without the word would get softmax
-    return converted
-
-
 @dataclasses.dataclass
 class Built:
-    """The model's part on this rank."""
+    """The model's part on this rank: its chunks are language models, ``wholes`` what mcore-bridge has around them."""
 
     chunks: list[Any]
+    wholes: list[Any]
     config: Any
     bridge: Any
     hf_config: Any
     folder: Path | None
     vocabulary: int
+    bare: bool = False  # whether its tensors are called as those of a model without an output layer
 
 
 def build(
@@ -142,6 +131,9 @@ def build(
     Raises:
         ModelNotLoaded, UnsupportedFamily, BadLayout.
     """
+    if folder is None and family_of(hf_config) in SEEING:
+        why = "its vision tower is not built here, and is written as it was read; without a folder there is none to write"
+        raise UnsupportedFamily(owner, family_of(hf_config), why, "give model_id")
     vocabulary = int(converted["padded_vocab_size"])
     dtype = DTYPES[precision]
     values: dict[str, Any] = {
@@ -171,24 +163,54 @@ def build(
         "variable_seq_lengths": layout.vpp == 1,
         "mtp_num_layers": None,
     }
-    try:
-        config = ModelConfig(**values)
-    except (AssertionError, ValueError, TypeError) as error:
-        raise BadLayout("MegatronModel", f"Megatron refuses these settings: {error}") from error
-    chunks = get_mcore_model(config)
+    with environment.without("NVTE_APPLY_QK_LAYER_SCALING"):  # mcore-bridge sets it under fp16, and other models trip over it
+        try:
+            config = ModelConfig(**values)
+        except (AssertionError, ValueError, TypeError) as error:
+            raise BadLayout("MegatronModel", f"Megatron refuses these settings: {error}") from error
+        wholes = get_mcore_model(config)
+    chunks = [getattr(whole, "language_model", whole) for whole in wholes]
     if any(getattr(type(c), "_forward_output_layer", None) is not GPTModel._forward_output_layer for c in chunks):
         why = "its logits are not its output layer's alone"
-        raise UnsupportedFamily(owner, str(hf_config.model_type), why, "train it with TransformersModel")
+        raise UnsupportedFamily(owner, family_of(hf_config), why, WAY)
+    built = Built(chunks, wholes, config, config.bridge, hf_config, folder, vocabulary)
     if folder is not None:
-        try:
-            set_weights(config.bridge, chunks, SafetensorLazyLoader(str(folder)).get_state_dict())
-        except (OSError, KeyError, RuntimeError, AssertionError) as error:
-            raise ModelNotLoaded(folder, f"{type(error).__name__}: {error}") from error
+        _read(owner, built, folder)
     mark_experts(chunks)
+    mark_recurrent(chunks, layout.tp)
     for chunk in chunks:
         chunk._forward_output_layer = _hidden  # logits are the engine's: at labelled tokens alone, never all at once
         chunk.train()
-    return Built(chunks, config, config.bridge, hf_config, folder, vocabulary)
+    return built
+
+
+class _Noted:
+    """A tensor of a file that notes that it was read."""
+
+    def __init__(self, lazy: Any, key: str, read: set[str]) -> None:
+        self._lazy, self._key, self._read = lazy, key, read
+
+    def load(self) -> torch.Tensor:
+        self._read.add(self._key)
+        return self._lazy.load()  # type: ignore[no-any-return]
+
+
+def _read(owner: str, built: Built, folder: Path) -> None:
+    """Set the weights from a folder, all of whose tensors must have a place on some rank."""
+    read: set[str] = set()
+    try:
+        state = SafetensorLazyLoader(str(folder)).get_state_dict()
+        built.bare = "embed_tokens.weight" in state
+        set_weights(built, {key: _Noted(lazy, key, read) for key, lazy in state.items()})
+    except (OSError, KeyError, RuntimeError, AssertionError) as error:
+        raise ModelNotLoaded(folder, f"{type(error).__name__}: {error}") from error
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, read)
+    config = built.hf_config
+    left = sorted(k for k in state.keys() - set().union(*told) if not (stays(config, k) or made_anew(config, k)))
+    if left:
+        why = f"'{left[0]}' has no place in the model that mcore-bridge makes ({len(left)} of {len(state)} tensors have none)"
+        raise UnsupportedFamily(owner, family_of(config), why, WAY)
 
 
 def mark_experts(chunks: list[Any]) -> None:
@@ -198,17 +220,41 @@ def mark_experts(chunks: list[Any]) -> None:
             parameter.tensor_model_parallel = True
 
 
-def set_weights(bridge: Any, chunks: list[Any], state: Mapping[str, Any], inner: str | None = None) -> None:
+def mark_recurrent(chunks: list[Any], tensor_ranks: int) -> None:
+    """Norms of linear attention whose gradients mcore-bridge leaves to chance under tensor parallelism.
+
+    The output's norm is of heads that lie on several ranks, so each has a part of its gradient. The input's is taken of whole
+    sequences, also where these are split between layers: each rank has all of its gradient, and it must not be added up.
+    """
+    if tensor_ranks == 1:
+        return
+    for module in (m for chunk in chunks for m in chunk.modules() if isinstance(m, GatedDeltaNet)):
+        for parameter in module.out_norm.parameters():
+            parameter.sequence_parallel = False
+            parameter.register_hook(_over_tensor_ranks)
+        module.in_proj.layer_norm_weight.sequence_parallel = False
+
+
+def _over_tensor_ranks(gradient: torch.Tensor) -> torch.Tensor:
+    total = gradient.contiguous().clone()
+    dist.all_reduce(total, group=parallel_state.get_tensor_model_parallel_group())
+    return total
+
+
+def set_weights(built: Built, state: Mapping[str, Any], inner: str | None = None) -> None:
     """Set the weights of this rank from whole tensors under their plain names, of the model or of an adapter.
 
     Args:
         state: what each has is read by ``load()``, as mcore-bridge asks for one of a file.
     """
+    bridge, prefix = built.bridge, "base_model.model." if inner is not None else ""
     bridge._peft_format, bridge._adapter_name = inner is not None, inner or "default"
     bridge._disable_tqdm, bridge._is_saving = True, False
+    if built.bare and inner is None:
+        state = {f"model.{key}": value for key, value in state.items()}
     with torch.no_grad():
-        for chunk in chunks:
-            list(bridge._convert([chunk], dict(state), "base_model.model." if inner is not None else "", True, "Loading: "))
+        for whole in built.wholes:
+            list(bridge._convert([whole], dict(state), prefix, True, "Loading: "))
 
 
 def _hidden(hidden_states: Any, *args: Any, **kwargs: Any) -> Any:

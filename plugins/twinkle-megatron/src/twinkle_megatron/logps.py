@@ -13,10 +13,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from megatron.core.tensor_parallel import mappings
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from twinkle_core.types import IGNORE_INDEX
+from twinkle_megatron.parallel import Layout
 from twinkle_megatron.zigzag import positions
 
 #: local logits that are there at once (128 MiB in float32), but never fewer rows than keep a matmul busy
@@ -57,9 +59,39 @@ class _GatherSequence(torch.autograd.Function):
         return grads[0].index_select(1, ctx.mine), None
 
 
+class _Portion(torch.autograd.Function):
+    """A tensor that ``n`` ranks compute the same with, whose gradients are added up: each gives an n-th of it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: int) -> Tensor:
+        ctx.ranks = ranks
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0] / ctx.ranks, None
+
+
 def gather_sequence(x: Tensor, group: Any) -> Tensor:
     """See ``_GatherSequence``; of one context rank, ``x`` itself."""
     return x if group is None or dist.get_world_size(group) == 1 else _GatherSequence.apply(x, group)  # type: ignore[no-untyped-call]
+
+
+def for_vocabulary(hidden: Tensor, layout: Layout) -> Tensor:
+    """Whole rows ``[B, T, D]`` on each tensor rank, which goes on with its part of the vocabulary: gradients are added up."""
+    if layout.sp:
+        whole = mappings.gather_from_sequence_parallel_region(hidden.transpose(0, 1).contiguous())
+        return whole.transpose(0, 1)  # type: ignore[no-any-return]
+    return mappings.copy_to_tensor_model_parallel_region(hidden) if layout.tp > 1 else hidden
+
+
+def for_all(hidden: Tensor, layout: Layout) -> Tensor:
+    """Whole rows on each tensor rank, all of which go on alike: each has the whole gradient already."""
+    if not layout.sp:
+        return hidden
+    rows = hidden.transpose(0, 1).contiguous()
+    whole = mappings.gather_from_sequence_parallel_region(rows, tensor_parallel_output_grad=False)
+    return whole.transpose(0, 1)  # type: ignore[no-any-return]
 
 
 class Vocabulary(nn.Module):
@@ -93,9 +125,7 @@ class Vocabulary(nn.Module):
         """``[…, D]`` to whole logits ``[…, V]``."""
         z = self.local(hidden, temperature)
         if self.ranks > 1:
-            from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
-
-            z = gather_from_tensor_model_parallel_region(z, group=self.group)
+            z = mappings.gather_from_tensor_model_parallel_region(z, group=self.group)
         return z[..., : self.size]
 
     def _total(self, x: Tensor) -> Tensor:
@@ -161,3 +191,25 @@ class Vocabulary(nn.Module):
         if predictions:
             result["predictions"] = torch.full_like(marks, IGNORE_INDEX).index_put((index,), guess).view_as(labels)
         return result
+
+
+class Tempered(nn.Module):
+    """A vocabulary at a temperature, as the output layer of hidden states that all tensor and context ranks have whole.
+
+    Args:
+        contexts: how many context ranks there are, each of which goes through it with all of the sequence.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, temperature: float, contexts: int) -> None:
+        super().__init__()
+        weight = vocabulary._weight
+        if contexts > 1:
+            vocabulary = Vocabulary(lambda: _Portion.apply(weight(), contexts), vocabulary.size, vocabulary.group)  # type: ignore[no-untyped-call]
+        self.vocabulary, self.temperature = vocabulary, temperature
+        self.out_features = vocabulary.size
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """``[…, D]`` to whole logits ``[…, V]``."""
+        if self.vocabulary.ranks > 1:
+            hidden = mappings.copy_to_tensor_model_parallel_region(hidden, group=self.vocabulary.group)
+        return self.vocabulary(hidden, self.temperature)  # type: ignore[no-any-return]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -10,10 +12,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from twinkle_core import settings as environment
-from twinkle_core.errors import BadArgument, NoModel, OnlyOwn, UnknownOption, WrongType
+from twinkle_core.errors import BadArgument, NeedsLibrary, NoModel, OnlyOwn, UnknownOption, WrongType
 from twinkle_core.mesh import DeviceMesh
 from twinkle_core.names import closest
 from twinkle_core.runtime.dispatch import remote_class
+from twinkle_core.runtime.local import default_mesh
 from twinkle_core.train.verbs import SessionModel
 from twinkle_megatron.cpu.runtime import RUNTIME
 
@@ -26,6 +29,8 @@ if TYPE_CHECKING:
     from twinkle_megatron.parallel import Layout
 
 PRECISIONS = ("no", "fp16", "bf16")
+#: formats of Transformer Engine's, and what the length of a sequence must be a multiple of for them
+FP8, FP8_TILE = ("e4m3", "hybrid"), 16
 
 
 @remote_class(execute="all")
@@ -42,7 +47,8 @@ class MegatronModel(SessionModel):
         device_mesh: ``tp_size``, ``pp_size``, ``vpp_size``, ``dp_size``, ``cp_size``, ``ep_size``, ``etp_size``,
             ``sequence_parallel``. Default: one rank, or torchrun's as data ranks.
         mixed_precision: ``bf16``, ``fp16`` (with Megatron's gradient scaler) or ``no`` (fp32). In 16 bits the optimizer holds
-            fp32 weights, shared out over data ranks.
+            fp32 weights, shared out over data ranks. Above ``bf16``, with Transformer Engine: ``fp8='hybrid'`` or
+            ``'e4m3'``.
         on_nonfinite: what NaN or infinite gradients do: ``raise``, or ``skip`` the update. fp16 always skips.
         remote_group: where the model lives under a remote runtime; without effect in local mode.
         kwargs: Megatron's settings (fields of its ``TransformerConfig``), such as ``recompute_granularity='full'``.
@@ -74,7 +80,7 @@ class MegatronModel(SessionModel):
         if model_id is None and config is None:
             raise NoModel(owner, kwargs)
         RUNTIME.install()
-        mesh = device_mesh if device_mesh is not None else DeviceMesh.from_sizes()
+        mesh = device_mesh or default_mesh() or DeviceMesh.from_sizes()
         with RUNTIME.active():
             engine, adapters = _build(self, model_id, config, mesh, mixed_precision, on_nonfinite, kwargs)
         super().__init__(engine, adapters)
@@ -134,6 +140,17 @@ def _device(mesh: DeviceMesh) -> torch.device:
     return device
 
 
+def _check_fp8(value: Any, precision: str) -> None:
+    if value not in FP8:
+        raise UnknownOption("fp8", value, closest(str(value), FP8), FP8)
+    if not RUNTIME.has_te:
+        raise NeedsLibrary("MegatronModel", "transformer_engine.pytorch", "transformer-engine[pytorch]", sys.prefix)
+    if RUNTIME.installed:
+        raise BadArgument("fp8", value, "left out on the CPU; it needs a GPU")
+    if precision != "bf16":
+        raise BadArgument("mixed_precision", precision, "'bf16' with fp8: what fp8 does not compute is computed in it")
+
+
 def _build(
     model: MegatronModel,
     model_id: Any,
@@ -144,7 +161,7 @@ def _build(
     settings: Mapping[str, Any],
 ) -> tuple[Any, Any]:
     """Engine and store. Megatron is imported here, once ``RUNTIME`` is installed; what can be checked is checked first."""
-    from twinkle_megatron import load, parallel
+    from twinkle_megatron import families, load, parallel
     from twinkle_megatron.draws import Draws
 
     owner = type(model).__name__
@@ -153,10 +170,12 @@ def _build(
     layout = parallel.Layout.of(mesh)
     device = _device(mesh)
     folder, hf_config = load.find(model_id, config)
-    converted = load.convert(owner, hf_config)
+    converted = families.convert(owner, hf_config)
     layout.check(load.describe_shape(converted))
-    if RUNTIME.installed and settings.get("fp8"):
-        raise BadArgument("fp8", settings["fp8"], "left out on the CPU; it needs a GPU and Transformer Engine")
+    families.check_layout(hf_config, layout)
+    if settings.get("fp8"):
+        _check_fp8(settings["fp8"], precision)
+        layout = dataclasses.replace(layout, tile=FP8_TILE)
     parallel.connect(device, mesh.world_size)
     with torch.random.fork_rng(devices=[] if device.type == "cpu" else [device]):
         seed = parallel.common_seed()

@@ -34,6 +34,8 @@ class Layout:
     etp: int
     world: int
     sp: bool
+    #: what each rank's part of a sequence must be a multiple of; no matter of groups
+    tile: int = dataclasses.field(default=1, compare=False)
 
     @classmethod
     def of(cls, mesh: DeviceMesh) -> Layout:
@@ -69,7 +71,7 @@ class Layout:
     @property
     def multiple(self) -> int:
         """What the length of a sequence must be a multiple of."""
-        return (2 * self.cp if self.cp > 1 else 1) * (self.tp if self.sp else 1)
+        return (2 * self.cp if self.cp > 1 else 1) * (self.tp if self.sp else 1) * self.tile
 
     def check(self, shape: dict[str, int]) -> None:
         """Whether a model fits.

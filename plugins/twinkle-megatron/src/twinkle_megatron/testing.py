@@ -38,27 +38,93 @@ EXPERTS: dict[str, Any] = {
 }
 
 
+#: layers of linear attention and of attention in turn, of a model that sees
+RECURRENT: dict[str, Any] = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_conv_kernel_dim": 4,
+    "full_attention_interval": 2,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "mrope_section": [1, 1, 0],
+        "mrope_interleaved": True,
+        "partial_rotary_factor": 0.5,
+    },
+}
+TOWER: dict[str, Any] = {
+    "depth": 1,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_heads": 2,
+    "out_hidden_size": 32,
+    "num_position_embeddings": 16,
+    "deepstack_visual_indexes": [],
+}
+#: one dense layer, then experts in two groups and a shared one; attention over a narrow state
+DEEPSEEK: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 1,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "routed_scaling_factor": 2.5,
+}
+#: by family: the name of its class, what its config has beside ``SIZES``, and what it has not
+FAMILIES: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
+    "llama": ("Llama", {}, ()),
+    "mistral": ("Mistral", {"sliding_window": None}, ()),
+    "qwen2": ("Qwen2", {}, ("head_dim",)),
+    "qwen3": ("Qwen3", {}, ()),
+    "qwen3_moe": ("Qwen3Moe", EXPERTS, ()),
+    "glm4": ("Glm4", {"partial_rotary_factor": 0.5, "attention_bias": True}, ()),
+    "deepseek_v3": ("DeepseekV3", DEEPSEEK, ("head_dim",)),
+    "qwen3_5": ("Qwen3_5", RECURRENT, ()),
+    "qwen3_5_moe": (
+        "Qwen3_5Moe",
+        {**RECURRENT, **EXPERTS, "shared_expert_intermediate_size": 32},
+        ("intermediate_size", "decoder_sparse_step", "mlp_only_layers"),
+    ),
+}
+
+
 def write_tiny(folder: str | Path, family: str = "llama", *, seed: int = 0, **changes: Any) -> Path:
     """Write a model's folder. In several processes transformers writes in the first alone: call it before they meet.
 
     Args:
-        family: ``llama``, ``qwen2``, ``qwen3``, ``qwen3_moe`` or ``glm4``.
+        family: one of ``FAMILIES``.
         changes: values of its config.
     """
     import transformers
 
-    sizes = {**SIZES, **(EXPERTS if family == "qwen3_moe" else {}), **changes}
-    if family == "qwen2":
-        sizes.pop("head_dim")
-    if family == "glm4":
-        sizes |= {"partial_rotary_factor": 0.5, "attention_bias": True}
-    name = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe", "glm4": "Glm4"}[family]
+    name, more, without = FAMILIES[family]
+    sizes = {key: value for key, value in {**SIZES, **more, **changes}.items() if key not in without}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
+        if family.startswith("qwen3_5"):
+            tied = sizes["tie_word_embeddings"]
+            ids = dict(zip(("image", "video", "vision_start", "vision_end"), range(245, 249), strict=True))
+            sizes = {"text_config": sizes, "vision_config": TOWER, "tie_word_embeddings": tied}
+            sizes |= {f"{key}_token_id": value for key, value in ids.items()}
+        kind = "ForConditionalGeneration" if family.startswith("qwen3_5") else "ForCausalLM"
         config = getattr(transformers, f"{name}Config")(**sizes)
-        model = getattr(transformers, f"{name}ForCausalLM")(config).float()
+        model = getattr(transformers, f"{name}{kind}")(config).float()
         for parameter in model.parameters():
             parameter.data += 0.05 * torch.randn_like(parameter)
+        for key, buffer in model.named_buffers():
+            if key.endswith("e_score_correction_bias"):
+                buffer.data += 0.05 * torch.randn_like(buffer)
         model.save_pretrained(str(folder))
     return Path(folder)
 

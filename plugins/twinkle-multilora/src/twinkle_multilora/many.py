@@ -66,7 +66,8 @@ class Many(ForwardVerbs):
             self._check_enabled("forward_backward_many", session)
             own = _own(loss_args, name, inputs)
             many.append(Asked(session, rows, None, gradient_accumulation_steps, temperature, loss_args=own))
-        order = self._in_order(many)
+        # ranks may name tenants in any order, and serve them in one
+        order = sorted(many, key=lambda asked: self._slot(asked.session.name)) if self.engine.mesh.world_size > 1 else many
         ready = self._all_ready(order)
         _raise_first(ready)
         calls = [call for call in ready if isinstance(call, Call)]
@@ -77,9 +78,8 @@ class Many(ForwardVerbs):
 
     # ------------------------------------------------------------------------------------------------ inside
 
-    def _in_order(self, many: Sequence[Asked]) -> Sequence[Asked]:
-        """The order in which calls are served."""
-        return many
+    def _slot(self, name: str) -> int:
+        return int(self.adapters.slot(name).index)  # type: ignore[attr-defined]
 
     def _all_ready(self, many: Sequence[Asked]) -> list[Call | BaseException]:
         """Calls that are checked and on the device, or what is wrong with them."""

@@ -228,4 +228,12 @@ class InTurns:
                 felt.append(f"{fault.__name__} was not told")
             if numbers[0::2] != numbers[1::2] or any(not same(state(model, n), state(plain, n)) for n in ("ada", "eve")):
                 felt.append(fault.__name__)
+        names = ["ada", "eve"] if rank else ["eve", "ada"]  # ranks may name them in any order
+        mesh = model.engine.mesh
+        rows = {name: share(rows_of(name, 9), mesh.data_rank, mesh.data_world_size) for name in names}
+        for name in ("eve", "ada"):
+            plain.forward_backward(rows[name], adapter_name=name)
+        model.forward_backward_many(rows)
+        if any(not same(state(model, name), state(plain, name)) for name in ("ada", "eve")):
+            felt.append("another order on each rank")
         return felt

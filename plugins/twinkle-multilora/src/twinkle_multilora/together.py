@@ -49,10 +49,6 @@ class Together(Many):
 
     # ------------------------------------------------------------------------------------------------ inside
 
-    def _in_order(self, many: Sequence[Asked]) -> Sequence[Asked]:
-        """Ranks may name tenants in any order, and serve them in one."""
-        return sorted(many, key=lambda asked: self.adapters.slot(asked.session.name).index) if self.engine.several else many
-
     def _serve_all(self, asked: Sequence[Asked]) -> list[Outcome]:
         """Calls of different sessions. What one raises is its outcome."""
         ready = self._all_ready(asked)

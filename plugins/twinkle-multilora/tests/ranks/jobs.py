@@ -190,6 +190,16 @@ class Jobs:
         for name, sizes in meshes.items():
             found[name] = {"micro": self.micro(sizes), "faults": self.faults(rank, sizes, f"{folder}/{name}")}
             found[name]["answers"] = self.answers(rank, sizes)
+            found[name]["mixed"] = self.mixed(sizes)
+        return found
+
+    def mixed(self, sizes):
+        """bf16, dropout and checkpointing: a tenant beside another, and alone."""
+        found = {}
+        for tenants in ("ab", "a"):
+            built = model(sizes, tenants, dropout=0.3, mixed_precision="bf16", gradient_checkpointing=True)
+            seen = train(built, tenants, range(3), together=True)
+            found[tenants] = {"seen": seen["a"], **all_of(built, "a")}
         return found
 
     def micro(self, sizes):

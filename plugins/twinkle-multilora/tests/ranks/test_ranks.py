@@ -169,6 +169,14 @@ def test_what_fails_on_one_rank_fails_on_all(mesh, questions):
 
 
 @pytest.mark.parametrize("mesh", MESHES)
+def test_mixed_precision_and_checkpointing(mesh, questions):
+    first, second = (part["mixed"] for part in questions[mesh])
+    assert same(first["ab"], first["a"])
+    assert same(first["ab"], second["ab"])
+    assert torch.tensor(first["a"]["seen"]).isfinite().all()
+
+
+@pytest.mark.parametrize("mesh", MESHES)
 def test_ranks_give_one_answer_and_make_the_same_calls(mesh, questions):
     first, second = (part["answers"] for part in questions[mesh])
     assert first["way"] == second["way"] == "apart"

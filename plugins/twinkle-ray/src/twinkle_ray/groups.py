@@ -10,7 +10,7 @@ from typing import Any
 
 import ray
 from ray import cloudpickle
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import NodeDiedError, OutOfMemoryError, RayActorError, RayError, RayTaskError, WorkerCrashedError
 
 from twinkle_core.errors import GroupEnded, WorkerDied
 from twinkle_core.runtime.calls import Answer, Call, Held
@@ -21,6 +21,8 @@ from twinkle_ray.worker import Place, here
 PATIENCE = 10.0
 #: and once another has died
 GRACE = 2.0
+#: how Ray tells that a process is gone; with memory running out it ends some itself
+DEATHS = (RayActorError, OutOfMemoryError, NodeDiedError, WorkerCrashedError)
 #: bytes of a call above which all workers of a machine read one copy
 LARGE = 100_000
 
@@ -43,11 +45,12 @@ class Group:
     def __len__(self) -> int:
         return len(self.actors)
 
-    def ask(self, method: str, arguments: Sequence[tuple[Any, ...]], doing: str) -> list[Any]:
-        """Call a method of the first workers, one for each tuple of arguments, and wait for all.
+    def ask(self, method: str, arguments: Sequence[tuple[Any, ...]], doing: str, first: int = 0) -> list[Any]:
+        """Call a method of consecutive workers, one for each tuple of arguments, and wait for all.
 
         Args:
             doing: what it is about, for errors.
+            first: the first of them.
 
         Raises:
             WorkerDied, GroupEnded; what a worker raised, as its own type, with the worker's traceback as a note. Unless all of
@@ -56,8 +59,10 @@ class Group:
         with self._lock:
             if self.ended is not None:
                 raise GroupEnded(self.name, self.ended)
-            sent = [getattr(actor, method).remote(*own) for actor, own in zip(self.actors, arguments, strict=False)]
-        return self._await(sent, doing)
+            actors = self.actors[first : first + len(arguments)]
+            sent = [getattr(actor, method).remote(*own) for actor, own in zip(actors, arguments, strict=True)]
+        found = self._await({ref: first + i for i, ref in enumerate(sent)}, doing)
+        return [found[first + i] for i in range(len(sent))]
 
     def tell(self, method: str, ranks: Sequence[int], *arguments: Any) -> None:
         """Call a method of some workers without waiting."""
@@ -73,12 +78,11 @@ class Group:
             for actor in self.actors if ray.is_initialized() else ():
                 ray.kill(actor, no_restart=True)
 
-    def _await(self, sent: list[Any], doing: str) -> list[Any]:
-        rank_of = {ref: rank for rank, ref in enumerate(sent)}
+    def _await(self, rank_of: dict[Any, int], doing: str) -> dict[int, Any]:
         found: dict[int, Any] = {}
         failed: dict[int, Answer] = {}
         died: dict[int, BaseException] = {}
-        begun, deadline, waiting = time.monotonic(), None, list(sent)
+        begun, deadline, waiting = time.monotonic(), None, list(rank_of)
         while waiting:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
             done, waiting = ray.wait(waiting, num_returns=1, timeout=left)
@@ -87,7 +91,7 @@ class Group:
             rank = rank_of[done[0]]
             try:
                 value = ray.get(done[0])
-            except RayActorError as error:
+            except DEATHS as error:
                 died[rank] = error
             except RayError as error:  # outside of what the worker watches: arguments that can't be read there, for one
                 failed[rank] = Answer(error=_cause(error), trace=str(error))
@@ -105,8 +109,8 @@ class Group:
             self.end(f"worker {rank} died during {doing}")
             raise WorkerDied(self.name, rank, str(self.places[rank] or "starting"), doing, cause)
         if failed:
-            raise self._failure(failed, len(sent), doing)
-        return [found[rank] for rank in range(len(sent))]
+            raise self._failure(failed, len(rank_of), doing)
+        return found
 
     def _failure(self, failed: dict[int, Answer], count: int, doing: str) -> BaseException:
         rank, answer = min(failed.items())
@@ -158,8 +162,7 @@ class RayHome(Home):
         return self.group.ask("call", [(packed[id(call)],) for call in calls], f"{calls[0].method.shown}()")
 
     def fetch(self, worker: int, held: Held) -> Any:
-        # iterators are the first worker's: an answer of others is not read
-        (answer,) = self.group.ask("next", [(held.number,)], f"iteration over {self.owner.__name__}")
+        (answer,) = self.group.ask("next", [(held.number,)], f"iteration over {self.owner.__name__}", worker)
         return answer.value
 
     def let_go(self, worker: int, held: Held) -> None:

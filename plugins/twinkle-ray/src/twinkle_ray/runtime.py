@@ -17,7 +17,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from twinkle_core import registry, settings
 from twinkle_core.contracts.runtime import Runtime
-from twinkle_core.errors import GroupMesh, NoGroups, SameGroup, UnknownGroup
+from twinkle_core.errors import DriverIsRank, GroupMesh, NoGroups, SameGroup, UnknownGroup
 from twinkle_core.mesh import DeviceGroup, DeviceMesh
 from twinkle_core.names import closest
 from twinkle_core.runtime.proxy import proxy
@@ -56,9 +56,11 @@ class RayRuntime(Runtime):
         """Start the workers of all groups.
 
         Raises:
-            NoGroups, SameGroup. GroupTooLarge: the cluster can't hold them. WorkerMismatch: a worker's machine has other
-            versions of plugins. WorkerDied: one did not start.
+            DriverIsRank, NoGroups, SameGroup. GroupTooLarge: the cluster can't hold them. WorkerMismatch: a worker's machine
+            has other versions of plugins. WorkerDied: one did not start.
         """
+        if settings.world_size() > 1:
+            raise DriverIsRank("ray", settings.world_size())
         if not groups:
             raise NoGroups("ray")
         names = [group.name for group in groups]

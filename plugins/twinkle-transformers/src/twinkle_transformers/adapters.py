@@ -15,7 +15,7 @@ from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
 from peft.utils.constants import INCLUDE_LINEAR_LAYERS_SHORTHAND
 
 from twinkle_core.contracts.adapters import BASE
-from twinkle_core.errors import DuplicateAdapter, UnknownAdapter
+from twinkle_core.errors import BadAdapter, DuplicateAdapter, UnknownAdapter
 from twinkle_core.names import closest
 from twinkle_core.ops.sharded import like
 from twinkle_transformers import checkpoint
@@ -131,7 +131,10 @@ class PeftAdapters(ModelStore):
         base = set(self._base_flags)
         others = {p for flags in self._flags.values() for p in flags}
         if self.layout is not None:
-            self.layout.adapt(self.module, inner, [p for p in self._peft.parameters() if p not in base and p not in others])
+            try:
+                self.layout.adapt(self.module, inner, [p for p in self._peft.parameters() if p not in base and p not in others])
+            except TypeError as error:
+                raise BadAdapter(name, str(error)) from error
         own = {p: p.requires_grad for p in self._peft.parameters() if p not in base and p not in others}
         self._flags[name] = {p: flag and not inference_mode for p, flag in own.items()}
         config.inference_mode = inference_mode

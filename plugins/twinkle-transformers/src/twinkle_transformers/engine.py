@@ -179,7 +179,8 @@ class TransformersEngine(MeshEngine):
         mode = training(self.module) if train else evaluating(self.module)
         rows = by_row(self.module, batch.inputs.get("seq_lens"))
         with mode, self.precision.autocast(self.device), rows:
-            return ModelOutput(self.around(lambda: dict(self._shared(batch.inputs, inputs, needs, temperature, task))))
+            shared = self.around(lambda: dict(self._shared(batch.inputs, inputs, needs, temperature, task)), "hidden" in needs)
+            return ModelOutput(shared)
 
     def _shared(
         self, batch: InputFeature, inputs: Mapping[str, Any], needs: frozenset[str], temperature: float, task: str

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -73,6 +74,11 @@ def blocks_of(module: Any) -> list[torch.nn.Module]:
     return found
 
 
+def holds(parameter: Any) -> bool:
+    """Whether a parameter lies apart on ranks of ``fsdp``."""
+    return is_sharded(parameter) and "fsdp" in (parameter.device_mesh.mesh_dim_names or ())
+
+
 class Shards:
     """A model under ``fully_shard``: each rank of ``fsdp`` holds a part of each weight, those of ``dp`` the same ones.
 
@@ -81,16 +87,14 @@ class Shards:
 
     Args:
         module: is changed in place; its parameters become DTensors.
+        mesh: torch's, ``fsdp``, or ``dp`` and ``fsdp``.
         compute: the type in which weights travel and are computed with; None: as they are.
         config: further options of ``fully_shard``.
     """
 
-    def __init__(
-        self, module: Any, mesh: DeviceMesh, device: torch.device, compute: torch.dtype | None, config: Mapping[str, Any]
-    ) -> None:
-        dims = ("dp", "fsdp") if mesh.sizes["dp"] > 1 else ("fsdp",)
+    def __init__(self, module: Any, mesh: TorchMesh, compute: torch.dtype | None, config: Mapping[str, Any]) -> None:
         policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32, cast_forward_inputs=False)
-        options = {"reshard_after_forward": True, **config, "mesh": torch_mesh(mesh, device, *dims), "mp_policy": policy}
+        options = {"reshard_after_forward": True, **config, "mesh": mesh, "mp_policy": policy}
         root = _Root(module)
         for block in blocks_of(module):
             fully_shard(block, **options)
@@ -100,13 +104,27 @@ class Shards:
                 m.set_gradient_divide_factor(1.0)
                 m.set_force_sum_reduction_for_comms(True)
         self._root: Any = root
+        self._wanted = False
 
-    def run(self, call: Callable[[], T]) -> T:
-        """``call()`` with the weights that all blocks share in place; each block fetches its own."""
-        result = self._root(call)
-        if not torch.is_grad_enabled():
+    def run(self, call: Callable[[], T], keep: bool = False) -> T:
+        """``call()`` with the weights that all blocks share in place; each block fetches its own. Afterwards they are
+        wanted for a backward, or where ``keep`` says so."""
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".* returned a view tensor", UserWarning)  # nobody writes into outputs
+            result = self._root(call)
+        self._wanted = torch.is_grad_enabled() or keep
+        if not self._wanted:
             self.rest()
         return result  # type: ignore[no-any-return]
+
+    def gather(self) -> None:
+        """What all blocks share is in place (again), if a loss or a backward may want it."""
+        if self._wanted:
+            self._root.unshard()
+
+    def done(self) -> None:
+        """Nobody wants it any more."""
+        self._wanted = False
 
     def rest(self) -> None:
         """Let go of what was gathered; a backward that is still to come fetches it again."""

@@ -11,12 +11,13 @@ from twinkle_core.contracts.loss import Loss
 from twinkle_core.contracts.processor import Processor
 from twinkle_core.errors import BadInputs, BadRow, PackingLeaks
 from twinkle_core.ops.token_logps import check_labels
+from twinkle_core.processors.input import AroundProcessor
 from twinkle_core.types import IGNORE_INDEX, InputFeature
 from twinkle_transformers.tree import text_config, weight_of
 from twinkle_transformers.vision import fit_media
 
 
-class Fitted(Processor):
+class Fitted(AroundProcessor):
     """A processor, and something done to each batch that it makes.
 
     Args:
@@ -25,11 +26,8 @@ class Fitted(Processor):
     """
 
     def __init__(self, processor: Processor, fit: Callable[[InputFeature, int], InputFeature]) -> None:
-        self.processor, self.fit, self.rows = processor, fit, 0
-
-    @property
-    def packs(self) -> bool:
-        return self.processor.packs
+        super().__init__(processor)
+        self.fit, self.rows = fit, 0
 
     def collate(self, rows: Sequence[InputFeature]) -> InputFeature:
         first, self.rows = self.rows, self.rows + len(rows)

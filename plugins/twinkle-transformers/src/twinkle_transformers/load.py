@@ -212,6 +212,18 @@ def _load(
     return model
 
 
+def peek(model_id: str | Path | None, config: Any, options: Mapping[str, Any]) -> Any:
+    """The config of a model that is to be loaded, where that is to be had without loading anything; else None."""
+    from transformers import AutoConfig
+
+    if config is not None or model_id is None or not Path(model_id).is_dir():
+        return config
+    try:
+        return AutoConfig.from_pretrained(model_id, trust_remote_code=bool(options.get("trust_remote_code", False)))
+    except _UNREADABLE:  # loading says what is wrong
+        return None
+
+
 def _from_shards(
     owner: str, own: frozenset[str], cls: Any, folder: Path, config: Any, precision: Precision, options: dict[str, Any]
 ) -> Any:

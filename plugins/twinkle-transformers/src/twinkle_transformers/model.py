@@ -48,7 +48,8 @@ class TransformersModel(SessionModel):
         model_id: ``ms://org/name``, ``hf://org/name`` or a local folder (also a checkpoint that ``save`` wrote); a ``.gguf``
             file is read too. None: random weights from ``config``.
         config: a PretrainedConfig to use in place of the folder's.
-        device_mesh: its ``device_type`` says where the model lives; without one, this process's accelerator, else the CPU.
+        device_mesh: how processes share the work; None: that of ``initialize(global_device_mesh=...)``, else data ranks. Its
+            ``device_type`` says where the model lives; without one, this process's accelerator, else the CPU.
         mixed_precision: ``bf16``, ``fp16`` (with a gradient scaler by itself), ``no`` (fp32), ``fp8``. Trained weights,
             gradients and optimizer state are fp32 in all of them; what an adapter leaves frozen is held in the compute type
             from the first forward on.
@@ -103,6 +104,8 @@ class TransformersModel(SessionModel):
         device = load.pick_device(mesh)
         fsdp.check_config(fsdp_config or {})
         tensor.check_mesh(owner, mesh)
+        if mesh.world_size > 1 and (known := load.peek(model_id, config, kwargs)) is not None:
+            tensor.check(owner, known, mesh)  # before what can't be laid is read
         precision.narrows = mesh.sizes["fsdp"] == 1
         scaler = _scaler(precision, device, grad_scaler_config)
 

@@ -9,6 +9,7 @@ sends no more bytes. What it gives up is sending while a backward still runs.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -26,6 +27,7 @@ from twinkle_core.log import get_logger
 from twinkle_core.mesh import DeviceMesh
 from twinkle_core.ops.gather import Ranks
 from twinkle_core.ops.sharded import is_sharded, local
+from twinkle_core.runtime.local import default_mesh
 from twinkle_core.train.loop_engine import LoopEngine, gradients
 from twinkle_transformers import fsdp, tensor
 from twinkle_transformers.fsdp import Shards
@@ -41,15 +43,15 @@ KINDS = (WORLD, DATA, WEIGHTS, SEQUENCE, TENSOR, EXPERTS)
 
 
 def mesh_of(owner: str, mesh: DeviceMesh | None) -> DeviceMesh:
-    """The mesh, by default data ranks as many as torchrun started.
+    """The mesh; by default that of ``initialize``, else data ranks as many as torchrun started.
 
     Raises:
         ManyProcesses: it has another number of ranks than there are processes.
     """
-    mesh = mesh or DeviceMesh.from_sizes()
+    given, mesh = mesh is not None, mesh or default_mesh() or DeviceMesh.from_sizes()
     running = dist.get_world_size() if dist.is_initialized() else settings.world_size()
     if mesh.world_size != running:
-        raise ManyProcesses(owner, mesh.world_size, running)
+        raise ManyProcesses(owner, mesh.world_size, running, given)
     return mesh
 
 
@@ -151,6 +153,21 @@ class Meeting:
         for x in tensors if self.mesh.world_size > 1 else ():
             dist.broadcast(x.detach(), src=0)
 
+    def draw_apart(self) -> None:
+        """From here on, ranks draw random numbers as one process would: the same where they compute the same (parts of one
+        layer see one dropout), others where they have other rows. The first rank draws on as it would alone."""
+        if self.mesh.world_size == 1:
+            return
+        states = [torch.get_rng_state()]
+        if (device := self.device).type != "cpu":
+            states.append(torch.get_device_module(device).get_rng_state(device))
+        dist.broadcast_object_list(states, src=0)
+        torch.set_rng_state(states[0])
+        if index := self.index(WEIGHTS):
+            torch.manual_seed(int(torch.randint(2**62, ())) + index)
+        elif device.type != "cpu":
+            torch.get_device_module(device).set_rng_state(states[1], device)
+
     def sum_gradients(self, parameters: Several[torch.nn.Parameter], kind: str) -> None:
         """Sum gradients over the ranks that meet. A parameter that got none on some rank counts 0 there."""
         if self._sizes[kind] == 1 or not parameters:
@@ -202,8 +219,10 @@ class Layout:
     def lay(self, module: Any, compute: torch.dtype | None, fsdp_config: Mapping[str, Any]) -> None:
         """Cut a model that has the same weights on all ranks (or none yet), in place."""
         mesh, device = self.meeting.mesh, self.meeting.device
+        used = [name for name in ("dp", "fsdp", "tp") if mesh.sizes[name] > 1]
+        parent: Any = fsdp.torch_mesh(mesh, device, *used) if used else None  # one, so that what tp has cut can be cut again
         if mesh.sizes["tp"] > 1:
-            self.parts = Parts(self.owner, module, fsdp.torch_mesh(mesh, device, "tp"))
+            self.parts = Parts(self.owner, module, parent["tp"])
         if mesh.ep_size > 1:
             few = torch.tensor(partition(mesh, EXPERTS), dtype=torch.int).T
             ep = TorchMesh(device.type, few, mesh_dim_names=("rest", "ep"))["ep"]
@@ -213,13 +232,20 @@ class Layout:
         if mesh.ulysses_size > 1:
             self.sequence = Sequence(self.owner, module, self.meeting.group(SEQUENCE), mesh.ulysses_size)
         if mesh.sizes["fsdp"] > 1:
-            self.shards = Shards(module, mesh, device, compute, fsdp_config)
+            self.shards = Shards(module, parent[tuple(n for n in used if n != "tp")], compute, fsdp_config)
+        if self.parts is not None:
+            self.parts.note()
 
     def adapt(self, module: torch.nn.Module, name: str, new: Iterable[torch.nn.Parameter]) -> None:
-        """A new adapter: the same on all ranks, and cut as the layers are that carry it."""
+        """A new adapter: the same on all ranks, and cut as the layers are that carry it.
+
+        Raises:
+            TypeError: a layer that carries it is cut in a way in which it can't be.
+        """
         self.meeting.agree(new)
-        if self.parts is not None:
-            self.parts.adapt(module, name)
+        for cut in (self.parts, self.experts):
+            if cut is not None:
+                cut.adapt(module, name)
 
     def rest(self) -> None:
         """The model's tensors are to be looked at."""
@@ -235,9 +261,8 @@ class Layout:
         """Between which ranks the window's gradients of a parameter are summed when it closes."""
         if self.experts is not None and parameter in self.experts.own:
             return [EXPERTS]
-        if self.shards is not None and is_sharded(parameter):
-            return []  # it was with each backward
-        return [WEIGHTS, TENSOR] if self.parts is not None and parameter in self.parts.partial else [WEIGHTS]
+        apart = [TENSOR] if self.parts is not None and parameter in self.parts.partial else []
+        return apart if fsdp.holds(parameter) else [WEIGHTS, *apart]  # what it holds was summed with each backward
 
     def describe(self) -> str:
         """In words."""
@@ -284,6 +309,7 @@ def lay_over(
     layout.lay(module, compute, fsdp_config)
     if by_one:
         fsdp.fill(module, source, device)
+    layout.meeting.draw_apart()
     return module, layout
 
 
@@ -302,9 +328,25 @@ class MeshEngine(LoopEngine):
         """Whether ranks must run the model together, the same number of times."""
         return self.layout.in_step
 
-    def around(self, call: Callable[[], T]) -> T:
-        """What runs weights of the model runs inside."""
-        return call() if self.layout.shards is None else self.layout.shards.run(call)
+    def around(self, call: Callable[[], T], keep: bool = False) -> T:
+        """What runs weights of the model runs inside. ``keep``: a loss is still to run the output layer."""
+        return call() if self.layout.shards is None else self.layout.shards.run(call, keep)
+
+    def mode(self, train: bool) -> contextlib.AbstractContextManager[Any]:
+        if self.layout.shards is not None:
+            self.layout.shards.gather()  # a loss may run the output layer
+        return super().mode(train)
+
+    def backward(self, loss_sum: torch.Tensor, *, sync: bool = True) -> None:
+        if self.layout.shards is not None:
+            self.layout.shards.gather()  # what a loss ran itself comes before FSDP's own hooks
+        super().backward(loss_sum, sync=sync)
+        if self.layout.shards is not None:
+            self.layout.shards.done()
+
+    def update(self, optimizer: torch.optim.Optimizer) -> bool:
+        self.layout.rest()  # what a forward left in place would be old
+        return super().update(optimizer)
 
     def all_reduce(self, x: torch.Tensor, over: str = DATA) -> torch.Tensor:
         return self.meeting.all_reduce(x, over)
@@ -365,8 +407,8 @@ class MeshEngine(LoopEngine):
     def make_optimizer(
         self, cls: Any, parameters: Mapping[str, torch.nn.Parameter], kwargs: Mapping[str, Any]
     ) -> torch.optim.Optimizer:
-        kinds = {is_sharded(p) for p in parameters.values()}
-        if len(kinds) > 1 and "foreach" not in kwargs and "foreach" in inspect.signature(cls).parameters:
+        meshes = {p.device_mesh if is_sharded(p) else None for p in parameters.values()}  # type: ignore[attr-defined]
+        if len(meshes) > 1 and "foreach" not in kwargs and "foreach" in inspect.signature(cls).parameters:
             kwargs = {**kwargs, "foreach": False}  # torch's fast way takes no list of plain tensors and DTensors
         return super().make_optimizer(cls, parameters, kwargs)
 
@@ -393,4 +435,4 @@ def _apart(grad: Any) -> tuple[Any, ...]:
     """The process groups over which parts of a gradient lie apart."""
     if not is_sharded(grad):
         return ()
-    return tuple(grad.device_mesh.get_group(i) for i, placement in enumerate(grad.placements) if placement.is_shard())
+    return tuple(grad.device_mesh.get_group(i) for i, placement in enumerate(grad.placements) if not placement.is_replicate())

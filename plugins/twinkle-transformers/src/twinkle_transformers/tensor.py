@@ -17,9 +17,12 @@ from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
 from twinkle_core.errors import BadLayout
 from twinkle_core.mesh import DeviceMesh
+from twinkle_core.ops.sharded import is_sharded
 
-#: styles that are laid over as they are; a layer that has both kinds of LoRA matrices is cut in one of the first two
-_LAYERS = frozenset({"colwise", "rowwise", "all_reduce", "replicate"})
+#: how layers are cut that may carry LoRA
+_LINEAR = frozenset({"colwise", "rowwise"})
+#: styles that are laid over as they are
+_LAYERS = _LINEAR | {"all_reduce", "replicate", "packed_colwise", "moe_tp_experts"}
 #: its gradient is a part of the whole on each rank. transformers sums it after each backward, which counts a window's first
 #: backwards again; here it is summed once, with the window
 _PARTIAL = "replicated_with_grad_allreduce"
@@ -49,8 +52,6 @@ def check_mesh(owner: str, mesh: DeviceMesh) -> None:
             raise BadLayout(owner, f"{name}_size {mesh.sizes[name]} is not for transformers models ({way})")
     if mesh.sequence_parallel:
         raise BadLayout(owner, "sequence_parallel with tp_size is not for transformers models (ulysses_size shares long rows)")
-    if tp > 1 and fsdp > 1:
-        raise BadLayout(owner, f"fsdp_size {fsdp} × tp_size {tp}: weights are cut once; take dp_size {fsdp} × tp_size {tp}")
     if ep > 1 and (tp > 1 or fsdp > 1 or ulysses > 1):
         used = " × ".join(f"{n}_size {s}" for n, s in (("tp", tp), ("fsdp", fsdp), ("ulysses", ulysses)) if s > 1)
         raise BadLayout(owner, f"ep_size {ep} with {used}: experts are shared by data ranks alone (dp_size {mesh.world_size})")
@@ -111,24 +112,30 @@ class Parts:
             name, style = next(iter(strange.items()))
             raise BadLayout(owner, f"tp_size {mesh.size()}: {name} would be cut as '{style}'; take ep_size or fsdp_size")
         modules = dict(module.named_modules())
+        self._summed = [modules[k] for k, v in plan.items() if v == _PARTIAL]
         #: parameters whose gradients are parts of the whole
-        self.partial = {p for k, v in plan.items() if v == _PARTIAL for p in modules[k].parameters()}
+        self.partial: set[torch.nn.Parameter] = set()
         cut = {k: v for k, v in plan.items() if v != _PARTIAL}
-        self._styles = {modules[k]: v for k, v in cut.items() if v in ("colwise", "rowwise")}
+        self._styles = {modules[k]: v for k, v in cut.items() if v in _LINEAR and k in modules}
         parameters = dict(module.named_parameters())
         weights = {f"{k}.{n}": v for k, v in cut.items() for n in ("weight", "bias") if f"{k}.{n}" in parameters}
         apply_tensor_parallelism(module, mesh, weights | cut)
+
+    def note(self) -> None:
+        """All parameters are what they will be."""
+        self.partial = {p for module in self._summed for p in module.parameters()}
 
     def adapt(self, module: torch.nn.Module, name: str) -> None:
         """Cut a new adapter as its layers are: of a layer that is cut by columns A is whole and B's outputs are cut; by rows,
         A's inputs are cut, and B is whole.
 
         Raises:
-            TypeError: something else than LoRA on a layer that is cut.
+            TypeError: something else than LoRA on a layer that is cut, or on one that is cut otherwise.
         """
-        for layer in [m for m in module.modules() if isinstance(m, BaseTunerLayer)]:
+        for layer in layers_of(module, name):
             style = self._styles.get(layer.get_base_layer())
-            if style is None or name not in layer._get_available_adapters():
+            if style is None:
+                refuse_cut(layer, "tp")
                 continue
             if not isinstance(layer, LoraLinear) or layer.lora_variant.get(name) is not None:
                 raise TypeError(f"{type(layer).__name__} on a layer that is cut over tp ranks; take plain LoRA")
@@ -136,6 +143,19 @@ class Parts:
             for parameter in list(matrix._parameters):
                 ALL_PARALLEL_STYLES[style].shard_param(matrix, parameter, self.mesh)
             ALL_PARALLEL_STYLES[style].install_forward(matrix, self.mesh)
+
+
+def layers_of(module: torch.nn.Module, name: str) -> list[Any]:
+    """The layers of peft's that carry an adapter."""
+    return [m for m in module.modules() if isinstance(m, BaseTunerLayer) and name in m._get_available_adapters()]
+
+
+def refuse_cut(layer: Any, dimension: str) -> None:
+    """Raise TypeError if what a layer of peft's stands on is cut over these ranks."""
+    base = layer.get_base_layer()
+    if any(is_sharded(p) and dimension in (p.device_mesh.mesh_dim_names or ()) for p in base._parameters.values()):
+        what = f"{type(layer).__name__} on {type(base).__name__}, whose weights are cut over {dimension} ranks"
+        raise TypeError(f"{what}; take fsdp_size, or other target modules")
 
 
 class Experts:
@@ -154,3 +174,12 @@ class Experts:
         parameters = dict(module.named_parameters())
         #: parameters of which each rank has its own experts'
         self.own = {parameters[name] for name in plan if name in parameters}
+
+    def adapt(self, module: torch.nn.Module, name: str) -> None:
+        """An adapter beside the experts; one on them would be needed where their tokens are.
+
+        Raises:
+            TypeError: it is on them.
+        """
+        for layer in layers_of(module, name):
+            refuse_cut(layer, "ep")

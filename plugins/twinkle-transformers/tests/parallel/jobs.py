@@ -73,11 +73,11 @@ def batches():
 def model(sizes, kind="llama", adapter="", **options):
     torch.manual_seed(5)
     config = CONFIGS[kind]()
-    dropout = options.pop("dropout", 0.0)
+    dropout, targets = options.pop("dropout", 0.0), options.pop("targets", "all-linear")
     mesh = DeviceMesh.from_sizes(device_type="cpu", **sizes)
     built = TransformersModel(config=config, mixed_precision="no", device_mesh=mesh, **options)
     if adapter:
-        config = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", init_lora_weights=False, lora_dropout=dropout)
+        config = LoraConfig(r=4, lora_alpha=8, target_modules=targets, init_lora_weights=False, lora_dropout=dropout)
         built.add_adapter_to_model(adapter, config)
     return built
 
@@ -108,6 +108,17 @@ def ready(spec):
     if spec.get("packed"):
         built.set_processor("input", padding_free=True, adapter_name=adapter)
     return built
+
+
+def by_hand(inputs, outputs):
+    """Cross entropy of a loss that runs the output layer itself."""
+    logps = outputs.output_layer(outputs.hidden).log_softmax(-1)
+    labels = inputs["labels"]
+    taken = logps.gather(-1, labels.clamp_min(0)[..., None])[..., 0] * (labels != -100)
+    return LossOutput(-taken.sum(), (labels != -100).sum())
+
+
+by_hand.needs = {"hidden"}
 
 
 class Jobs:
@@ -215,14 +226,6 @@ class Jobs:
             half.clip_grad_and_step()
             found["fp16"].append([half.engine.loss_scale(), half.sessions[""].cur_step])
         built = model(sizes)
-
-        def by_hand(inputs, outputs):
-            logps = outputs.output_layer(outputs.hidden).log_softmax(-1)
-            labels = inputs["labels"]
-            taken = logps.gather(-1, labels.clamp_min(0)[..., None])[..., 0] * (labels != -100)
-            return LossOutput(-taken.sum(), (labels != -100).sum())
-
-        by_hand.needs = {"hidden"}
         built.set_loss(by_hand)
         built.set_optimizer("sgd", lr=0.1)
         norms = []

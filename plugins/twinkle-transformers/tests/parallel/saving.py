@@ -9,11 +9,14 @@ import time
 from pathlib import Path
 
 import torch
-from jobs import batches, ready, share, state, train
+from jobs import batches, model, ready, share, state, train
+from peft import LoraConfig
 from torch.distributed.checkpoint import HuggingFaceStorageWriter as Writer
 
 from twinkle_core.errors import CheckpointNotWritten, TwinkleError
+from twinkle_core.mesh import DeviceMesh
 from twinkle_core.ops.sharded import local
+from twinkle_transformers.model import TransformersModel
 
 
 class Saving:
@@ -73,6 +76,39 @@ class Saving:
         own = sum(v.nbytes for k, v in live.items() if k != "lm_head.weight")
         files = sorted(Path(path).glob("model-shards/*.safetensors"))
         return {"own": own, "files": [p.stat().st_size for p in files], "same": same(state(built), state(other))}
+
+    def tied(self, rank, world_size, folder):
+        """A step, a checkpoint of either form, another model from it, another step; tied, and with the tie broken."""
+        found = {}
+        for kind in ("llama", "untied"):
+            for form in (False, True):
+                built, rows = model({"fsdp_size": world_size}, kind), batches()
+                built.set_optimizer("sgd", lr=0.1)
+                built.add_metric("loss", is_training=True)
+                train(built, "", rows[:1])
+                path = built.save(f"{kind}{form}", folder, sharded=form)
+                mesh = DeviceMesh.from_sizes(fsdp_size=world_size)
+                again = TransformersModel(model_id=path, mixed_precision="no", device_mesh=mesh)
+                reloaded = same(state(built), state(again))
+                again.set_optimizer("sgd", lr=0.1)
+                again.add_metric("loss", is_training=True)
+                for each in (built, again):
+                    train(each, "", rows[1:2])
+                weights = state(again)
+                names = ("lm_head.weight", "model.embed_tokens.weight")
+                found[path] = {
+                    "reloaded": reloaded,
+                    "stepped": same(state(built), weights),
+                    "one object": again.module.lm_head.weight is again.module.model.embed_tokens.weight,
+                    "equal": torch.equal(*(weights[name] for name in names)),
+                }
+        built = model({"fsdp_size": world_size})
+        try:
+            built.add_adapter_to_model("a", LoraConfig(target_modules=["q_proj"], modules_to_save=["embed_tokens"]))
+            found["copied"] = "made"
+        except TwinkleError as error:
+            found["copied"] = str(error)
+        return found
 
     def damaged(self, rank, world_size, path, spec):
         """What resuming says, and whether anything has changed."""

@@ -34,9 +34,18 @@ def assert_same_training(alone, parts):
         torch.testing.assert_close(part["logits"], alone["logits"], rtol=1e-4, atol=1e-4)
 
 
+#: LoRA that is not on experts
+BESIDE = {"targets": ["q_proj", "o_proj"]}
+
+
+def kept(job):
+    """What of a job's options changes what is trained."""
+    return {key: value for key, value in job.get("options", {}).items() if key == "targets"}
+
+
 def compare(jobs, world_size, timeout=240):
     parts = ranks.run(Jobs, "train", world_size, {"jobs": jobs}, timeout=timeout)
-    alone = Jobs().train(0, 1, {name: {**job, "sizes": {}, "options": {}} for name, job in jobs.items()})
+    alone = Jobs().train(0, 1, {name: {**job, "sizes": {}, "options": kept(job)} for name, job in jobs.items()})
     for name in jobs:
         try:
             assert_same_training(alone[name], [part[name] for part in parts])
@@ -159,11 +168,29 @@ def test_tensor_parts_on_two_times_two_ranks():
     compare({f"{o}{a}": {"sizes": sizes, "optimizer": o, "adapter": a} for o in ("sgd", "adamw") for a in ("", "a")}, 4)
 
 
+@pytest.mark.slow
+def test_tensor_parts_that_lie_apart():
+    """Weights cut over tp, and the parts over fsdp; norms whose gradients are parts, and experts that are cut too."""
+    sizes = {"fsdp_size": 2, "tp_size": 2}
+    jobs = {f"{o}{a}": {"sizes": sizes, "optimizer": o, "adapter": a} for o in ("sgd", "adamw") for a in ("", "a")}
+    jobs["window"] = {"sizes": sizes, "optimizer": "sgd", "window": 5, "kind": "normed"}
+    jobs["moe"] = {"sizes": sizes, "optimizer": "adamw", "kind": "moe"}
+    compare(jobs, 4)
+
+
+@pytest.mark.slow
+def test_experts_that_are_cut():
+    job = {"sizes": {"tp_size": 2}, "kind": "moe"}
+    jobs = {optimizer: {**job, "optimizer": optimizer} for optimizer in ("sgd", "adamw")}
+    compare({**jobs, "lora": {**job, "optimizer": "adamw", "adapter": "a", "options": BESIDE}}, 2)
+
+
 def test_two_shares_of_experts():
     jobs = {o: {"sizes": {"ep_size": 2}, "optimizer": o, "kind": "moe"} for o in ("sgd", "adamw")}
     jobs["window"] = {"sizes": {"ep_size": 2}, "optimizer": "adamw", "kind": "moe", "window": 5}
     jobs["data"] = {"sizes": {"dp_size": 2}, "optimizer": "adamw", "kind": "moe"}
     jobs["shards"] = {"sizes": {"fsdp_size": 2}, "optimizer": "adamw", "kind": "moe", "adapter": "a"}
+    jobs["lora"] = {"sizes": {"ep_size": 2}, "optimizer": "adamw", "kind": "moe", "adapter": "a", "options": BESIDE}
     compare(jobs, 2)
 
 
@@ -184,6 +211,7 @@ def test_parts_of_the_sequence_on_two_times_two_ranks():
     compare(jobs, 4)
 
 
+@pytest.mark.slow
 def test_two_tenants_train_as_in_one_process():
     meshes = {"dp": {"dp_size": 2}, "fsdp": {"fsdp_size": 2}, "tp": {"tp_size": 2}}
     parts = ranks.run(Jobs, "tenants", 2, {"meshes": meshes}, timeout=240)
@@ -206,7 +234,6 @@ def test_two_tenants_train_as_in_one_process():
         ({"tp_size": 3}, r"4 attention heads can't be shared by tp_size 3 \(4 / 3 = 1.333\)"),
         ({"tp_size": 4}, r"2 key-value heads can't be shared by tp_size 4 \(2 / 4 = 0.5\)"),
         ({"dp_size": 4, "ulysses_size": 4}, r"2 key-value heads can't be shared by ulysses_size 4"),
-        ({"fsdp_size": 2, "tp_size": 2}, "fsdp_size 2 × tp_size 2: weights are cut once; take dp_size 2 × tp_size 2"),
         ({"tp_size": 2, "dp_size": 2, "ulysses_size": 2}, "both share the attention heads"),
         ({"dp_size": 2, "ep_size": 2}, "LlamaConfig has no experts"),
         ({"fsdp_size": 2, "ep_size": 2}, "experts are shared by data ranks alone"),
@@ -246,6 +273,7 @@ def test_options_of_wrappers_are_checked():
     assert check_ddp_config({}) == 25.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [{"fsdp_size": 2}, {"tp_size": 2}], ids=["fsdp", "tp"])
 def test_what_goes_beside_the_usual_step(sizes):
     parts, alone = ranks.run(Jobs, "beside", 2, {"sizes": sizes}, timeout=240), Jobs().beside(0, 1, {})

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from twinkle_core.errors import BadArgument, CheckpointDamaged, RankFailed
 from twinkle_core.testing import ranks
@@ -77,6 +78,28 @@ def test_other_meshes_go_on(two, tmp_path):
         assert_goes_on(part["m"], expected["unbroken"], expected["first"])
 
 
+@pytest.mark.slow
+def test_parts_of_layers_go_on(tmp_path):
+    """Layers that are cut over tp, and over fsdp besides; experts whose gate and up are one matrix, of which a rank has two
+    pieces; LoRA on them. The same mesh, then one process, then the other mesh."""
+    both = {"fsdp_size": 2, "tp_size": 2}
+    kinds = {"full": {}, "moe": {"kind": "moe"}, "lora": {"adapter": "a", "save": {}, "options": {"dropout": 0.2}}}
+    jobs = {name: {**ADAMW, **kind, "sizes": both} for name, kind in kinds.items()}
+    parts = ranks.run(Jobs, "checkpoints", 4, {"folder": str(tmp_path), "jobs": jobs}, timeout=240)
+    for part in parts:
+        for name, found in part.items():
+            assert found["unbroken"] == found["resumed"], name
+            assert same(found["first"], found["second"]), name
+    jobs = {name: {**job, "sizes": {}} for name, job in jobs.items() if name != "lora"}
+    paths = {name: parts[0][name]["path"] for name in jobs}
+    alone = Jobs().resume(0, 1, paths, jobs, str(tmp_path / "one"))
+    jobs = {name: {**job, "sizes": {"tp_size": 2}} for name, job in jobs.items()}
+    given = {"paths": {name: alone[name]["path"] for name in jobs}, "jobs": jobs, "folder": str(tmp_path / "tp")}
+    for found in (alone, *ranks.run(Jobs, "resume", 2, given, timeout=240)):
+        for name in jobs:
+            assert_goes_on(found[name], parts[0][name]["unbroken"], parts[0][name]["first"])
+
+
 def test_no_rank_holds_the_whole(tmp_path):
     for rank, part in enumerate(ranks.run(Saving, "nothing_is_gathered", 2, {"folder": str(tmp_path)}, timeout=240)):
         assert part["same"]
@@ -118,6 +141,7 @@ def test_shards_that_are_damaged_are_told_by_name(two, tmp_path, how, file, why)
     assert same(before, state(built)) and built.sessions[""].cur_step == 0
 
 
+@pytest.mark.slow
 def test_ranks_are_told_alike_of_damage(two, tmp_path):
     folder = tmp_path / "c"
     shutil.copytree(two[0]["m"]["path"], folder)
@@ -210,3 +234,20 @@ def test_an_open_window_of_several_ranks_goes_on(tmp_path):
         assert found["norm"] == pytest.approx(parts[0][name]["unbroken"]["norm"], rel=2e-5), name
         for key, value in parts[0][name]["unbroken"]["weights"].items():
             torch.testing.assert_close(found["weights"][key], value, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_B47_tied_embeddings_that_lie_apart_stay_tied(tmp_path):
+    """Stored once, one object after loading, equal after the next step; where they are not tied, both are stored."""
+    first, second = ranks.run(Saving, "tied", 2, {"folder": str(tmp_path)}, timeout=240)
+    for found in (first, second):
+        assert "would part the tied embedding and output layer" in found["copied"]
+        for form in (False, True):
+            tied, parted = found[str(tmp_path / f"llama{form}")], found[str(tmp_path / f"untied{form}")]
+            for each in (tied, parted):
+                assert each["reloaded"] and each["stepped"]
+            assert tied["one object"] and tied["equal"] and not parted["one object"] and not parted["equal"]
+    ends = {"lm_head.weight", "model.embed_tokens.weight"}
+    for kind, count in (("llama", 1), ("untied", 2)):
+        assert len(ends & load_file(tmp_path / f"{kind}False/model.safetensors").keys()) == count
+        assert len(ends & shards.describe(tmp_path / f"{kind}True/model-shards").keys()) == count

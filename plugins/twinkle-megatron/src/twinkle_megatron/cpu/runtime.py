@@ -141,6 +141,7 @@ class Runtime:
     def __init__(self) -> None:
         self.installed: bool | None = None  # None: not asked yet; False: inert, CUDA is there
         self.depth = 0
+        self.has_te = False  # whether the real Transformer Engine is installed
 
     def install(self) -> None:
         """Before Megatron's first import. A second call does nothing.
@@ -151,6 +152,7 @@ class Runtime:
         if self.installed is not None:
             return
         on_cpu = settings.megatron_cpu() or not torch.cuda.is_available()
+        self.has_te = _is_there("transformer_engine.pytorch")  # asked before anything stands in for it
         needed = {"megatron.core": "twinkle-megatron[mcore]", "mcore_bridge": "twinkle-megatron[mcore]"}
         needed |= {} if on_cpu else {"transformer_engine.pytorch": "transformer-engine[pytorch]"}
         for library, requirement in needed.items():
@@ -170,10 +172,11 @@ class Runtime:
         self.installed = True
         with self.active(), triton.named(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of libraries that are not for CPUs
-            from twinkle_megatron.cpu import megatron
+            from twinkle_megatron.cpu import megatron, recurrent
 
             megatron.mend()
             importlib.import_module("mcore_bridge.model")
+            recurrent.mend()
         get_logger("megatron").info("no CUDA in use: Megatron-Core runs on the CPU over gloo (slow; for tests and learning)")
 
     @contextlib.contextmanager
@@ -228,7 +231,7 @@ def _without_cuda() -> Iterator[None]:
 def _is_there(library: str) -> bool:
     try:
         return importlib.util.find_spec(library) is not None
-    except ModuleNotFoundError:  # not even its parent
+    except (ModuleNotFoundError, RuntimeError):  # not even its parent; or that is the bare meta package, which raises
         return False
 
 

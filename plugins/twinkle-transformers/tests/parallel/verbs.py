@@ -1,0 +1,122 @@
+"""What each of several processes does with single verbs, and with what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from jobs import batches, by_hand, model, share, state
+from peft import LoraConfig
+
+from twinkle_core.errors import TwinkleError
+from twinkle_core.mesh import DeviceMesh
+from twinkle_core.testing.toys import random_rows
+from twinkle_transformers.model import TransformersModel
+from twinkle_transformers.testing import tiny_config
+
+
+class Verbs:
+    """Called in a process of its own."""
+
+    def split(self, rank, world_size, meshes):
+        """forward, calculate_loss and backward one after the other, with an evaluation between; by logps, and by hand."""
+        found = {}
+        for name, sizes in meshes.items():
+            for kind, loss in (("logps", "cross_entropy"), ("hidden", by_hand)):
+                built, seen = model(sizes), []
+                built.set_loss(loss)
+                built.set_optimizer("sgd", lr=0.1)
+                mesh = built.engine.mesh
+                for step, rows in enumerate(batches()[:3]):
+                    if step:
+                        built.forward_backward(list(share(rows, mesh.data_rank, mesh.data_world_size)))
+                    built.forward_only(rows)  # the same rows on all
+                    built.clip_grad_and_step()  # what the evaluation left in place is old then
+                    built.forward_only(rows)
+                    seen.append(built.calculate_loss())
+                    built.forward(list(share(rows, mesh.data_rank, mesh.data_world_size)) or rows[:1])
+                    if step == 1:
+                        built.calculate_loss()
+                    if step == 2:
+                        built.get_state_dict()  # which looks at parts
+                    built.backward()
+                    seen.append(built.clip_grad_and_step())
+                found[f"{name} {kind}"] = {"seen": seen, "weights": state(built)}
+        return found
+
+    def dropout(self, rank, world_size, meshes):
+        """Processes that began with different seeds: what an adapter trains to, and what dropout makes of the same rows."""
+        found = {}
+        for name, sizes in meshes.items():
+            torch.manual_seed(100 + rank)
+            mesh = DeviceMesh.from_sizes(device_type="cpu", **sizes)
+            built = TransformersModel(config=tiny_config(), mixed_precision="no", device_mesh=mesh)
+            config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, lora_dropout=0.5)
+            built.add_adapter_to_model("a", config)
+            built.set_optimizer("sgd", lr=0.1)
+            rows = random_rows([5, 7, 6, 5], vocabulary=250)
+            drawn = built.forward(rows).logits.detach().clone()
+            built.calculate_loss()
+            built.zero_grad(drop=True)
+            for _ in range(3):
+                built.forward_backward(list(share(rows, mesh.data_rank, mesh.data_world_size)))
+                built.clip_grad_and_step()
+            held = {k: v.clone() for k, v in built.get_state_dict().items() if type(v) is torch.Tensor}
+            found[name] = {"drawn": drawn, "data_rank": mesh.data_rank, "held": held}
+        return found
+
+    def refused(self, rank, world_size, folder):
+        """What is said, and that the model goes on as if it had not been asked."""
+        found = {}
+
+        def ask(name, call):
+            try:
+                call()
+                found[name] = "nothing"
+            except TwinkleError as error:
+                found[name] = str(error)
+
+        rows = random_rows([5, 7], vocabulary=250)[rank:][:1]
+        lora = LoraConfig(r=2, target_modules="all-linear")
+        for name, sizes in (("tp", {"tp_size": world_size}), ("ep", {"ep_size": world_size, "dp_size": world_size})):
+            built = model(sizes, "moe")
+            before = state(built)
+            ask(f"experts {name}", lambda built=built: built.add_adapter_to_model("a", lora))
+            found[f"kept {name}"] = all(torch.equal(before[k], v) for k, v in state(built).items())
+            built.add_adapter_to_model("a", LoraConfig(r=2, target_modules=["q_proj"]))
+            built.set_optimizer("sgd", lr=0.1)
+            built.forward_backward(rows if name == "ep" else random_rows([5], vocabulary=250))
+            found[f"goes on {name}"] = built.clip_grad_and_step() > 0
+        long = model({"dp_size": world_size, "ulysses_size": world_size})
+        long.set_optimizer("sgd", lr=0.1)
+        long.set_loss(by_hand)
+        ask("hidden", lambda: long.forward_backward(random_rows([8], vocabulary=250)))
+        long.apply_patch("embedding", pooling="mean")
+        ask("embeddings", lambda: long.forward_only(random_rows([8], vocabulary=250), task="embedding"))
+        long.set_loss("cross_entropy")
+        long.forward_backward(random_rows([8], vocabulary=250))
+        found["goes on ulysses"] = long.clip_grad_and_step() > 0
+        mesh = DeviceMesh.from_sizes(tp_size=world_size)
+        ask("unread", lambda: TransformersModel(model_id=Path(folder), mixed_precision="no", device_mesh=mesh))
+        return found
+
+    def default_mesh(self, rank, world_size):
+        """The mesh of ``initialize`` is that of models and loaders made later, unless they are given one."""
+        import twinkle
+        from twinkle_core.data.dataloader import DataLoader
+
+        rows = random_rows([3] * 8, vocabulary=250)
+        before = DataLoader(rows, batch_size=4)
+        twinkle.initialize(global_device_mesh=DeviceMesh.from_sizes(fsdp_size=world_size))
+        config = tiny_config()
+        taken = TransformersModel(config=config, mixed_precision="no")
+        given = TransformersModel(config=config, mixed_precision="no", device_mesh=DeviceMesh.from_sizes(dp_size=world_size))
+        wrong = DeviceMesh.from_sizes(fsdp_size=world_size).at(rank)
+        found = {
+            "taken": taken.engine.layout.describe(),
+            "given": given.engine.layout.describe(),
+            "rows": [len(next(iter(loader))) for loader in (before, DataLoader(rows, batch_size=4))],
+            "explicit": len(next(iter(DataLoader(rows, batch_size=4, device_mesh=DeviceMesh.from_sizes(tp_size=world_size))))),
+            "same": taken.engine.mesh == wrong,
+        }
+        return found
