@@ -221,6 +221,8 @@ entry(
     e.DataError.keys("AlpacaProcessor", ["instruction"], {"question": "Why?", "answer": None}),
     e.DataError.key(7),
     e.DataError.value("AlpacaProcessor", "'output'", 7, "a text"),
+    e.DataError.judged("TripletProcessor", "label", 0),
+    e.DataError.unknown_texts("TripletProcessor", "hn_negs", "negatives"),
     e.DataError.half_character("abc\ud83d"),
     e.DataError.unkept("Object of type datetime is not JSON serializable"),
     e.DataError.in_the_way("rows.jsonl"),
@@ -254,6 +256,7 @@ entry(
     e.TemplateError.role(2, "Assistant", "assistant", ("system", "user", "assistant", "tool", "developer", "function")),
     e.TemplateError.tools(3),
     e.TemplateError.unseen("images", 2),
+    e.TemplateError.plain_marks(),
     e.TemplateError.prompt(),
     e.TemplateError.strategy("truncate", ("raise", "left", "right", "split", "delete")),
     e.TemplateError.argument("max_length", 1, "a whole number from 2 up (one token predicts another)"),
@@ -294,6 +297,7 @@ entry(
 )
 entry(e.RowTooLong(9000, 8192, "raise"))
 entry(
+    e.NoLabels.marked(),
     e.NoLabels.untrained(),
     e.NoLabels.short(1),
     e.NoLabels.cut(9000, 512, "right"),

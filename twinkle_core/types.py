@@ -46,6 +46,9 @@ class Message(TypedDict, total=False):
     tool_calls: list[ToolCall]
     tool_call_id: str
     reasoning_content: str
+    weight: float  # 0: this message of the assistant is not trained; so do ``loss`` and ``train``
+    loss: bool
+    train: bool
 
 
 class Trajectory(TypedDict, total=False):

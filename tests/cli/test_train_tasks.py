@@ -16,8 +16,10 @@ from twinkle.dataloader import DataLoader
 from twinkle.dataset import Dataset, PackingDataset
 from twinkle.model import TransformersModel
 from twinkle_core.cli import plot
+from twinkle_core.cli.plans import base as plans
+from twinkle_core.config.schema import TrainConfig
 from twinkle_core.runtime.local import seed_everything
-from twinkle_core.train import checkpoint
+from twinkle_core.train import checkpoint, optim
 
 TEXTS = ["the moon goes round the earth " * n for n in (1, 4, 2, 9, 3, 1, 6, 2, 5)]
 PAIRS = [(f"question {k}", "yes " * (k % 3 + 1), "certainly not " * (k % 4 + 1)) for k in range(9)]
@@ -232,6 +234,26 @@ def test_seconds_go_on_at_resume(config, twinkle, tmp_path):
     twinkle("train", config(scheduler=None), "--resume", "--training.max_steps", 2)
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     assert [r["step"] for r in rows] == [1, 2] and rows[1]["seconds"] > 1000
+
+
+@pytest.mark.parametrize("optimizer", [None, "adamw", {"cls": "AdamW", "weight_decay": 0.1}, {"cls": "sgd"}], ids=str)
+@pytest.mark.parametrize("task", ["sft", "pt", "dpo", "embedding"])
+def test_a_rate_that_is_not_written_is_that_of_what_is_trained(task, optimizer):
+    """All weights at the rate that set_optimizer takes by itself, an adapter ten times as fast; a written one stays."""
+    tree = {"task": task, "model": {"id": "m"}, "dataset": {"id": "d"}}
+    tree |= {} if optimizer is None else {"optimizer": optimizer}
+
+    def rate(**more):
+        return plans.of(task).complete(TrainConfig.model_validate({**tree, **more})).optimizer.arguments["lr"]
+
+    assert rate(adapter=None) == optim.DEFAULTS["lr"] == 1e-5
+    assert rate() == rate(adapter={"r": 4}) == 1e-4
+    assert rate(adapter=None, optimizer={"cls": "adamw", "lr": 3e-3}) == 3e-3
+
+
+def test_an_optimizer_without_a_rate_gets_none():
+    config = TrainConfig.model_validate({"model": {"id": "m"}, "dataset": {"id": "d"}, "optimizer": "no_such"})
+    assert plans.of("sft").complete(config).optimizer.arguments == {}
 
 
 def test_the_written_configuration_holds_what_the_task_filled_in(config, twinkle, tmp_path, pairs):

@@ -156,7 +156,7 @@ def test_an_option_within_an_absent_section_keeps_what_the_section_is_by_default
     text = SMALL.replace("optimizer: adamw\n", "")
     words = ["--optimizer.weight_decay", "0.1", "--scheduler.num_warmup_steps", "3", "--metrics.0", "train"]
     config, _ = load(write(text), options(words))
-    assert (config.optimizer.cls, config.optimizer.arguments) == ("adamw", {"lr": 1e-4, "weight_decay": 0.1})
+    assert (config.optimizer.cls, config.optimizer.arguments) == ("adamw", {"weight_decay": 0.1})
     assert (config.scheduler.cls, config.scheduler.arguments) == ("cosine_warmup", {"num_warmup_steps": 3})
     assert [metric.cls for metric in config.metrics] == ["train", "accuracy", "train"]
 

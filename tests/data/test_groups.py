@@ -61,9 +61,51 @@ def test_what_a_row_brings_beside_goes_to_both():
         assert made[role]["tools"] == [1]
 
 
+SYSTEM, EARLIER = {"role": "system", "content": "s"}, [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+
+
+@pytest.mark.parametrize(
+    ("row", "before"),
+    [
+        ({"prompt": "hi", "history": [["a", "b"]], "chosen": "yo", "rejected": "go"}, ["a", "b"]),
+        ({"history": [["a", "b"]], "chosen": [USER, GOOD], "rejected": [USER, BAD]}, ["a", "b"]),
+        ({"prompt": "hi", "history": [["a", "b"]], "chosen": [USER, GOOD], "rejected": [USER, BAD]}, ["a", "b"]),
+        ({"history": [["a", "b"]], "chosen": [*EARLIER, USER, GOOD], "rejected": [*EARLIER, USER, BAD]}, ["a", "b"]),
+        ({"history": [["a", "b"]], "chosen": [SYSTEM, USER, GOOD], "rejected": [SYSTEM, USER, BAD]}, ["s", "a", "b"]),
+        ({"prompt": [USER], "chosen": [SYSTEM, USER, GOOD], "rejected": [SYSTEM, USER, BAD]}, ["s"]),
+        ({"prompt": [SYSTEM, USER], "chosen": [USER, GOOD], "rejected": [USER, BAD]}, ["s"]),
+        ({"prompt": [SYSTEM], "chosen": [USER, GOOD], "rejected": [USER, BAD]}, ["s"]),
+        ({"prompt": [SYSTEM, *EARLIER, USER], "chosen": [USER, GOOD], "rejected": [USER, BAD]}, ["s", "a", "b"]),
+        ({"prompt": [*EARLIER, USER], "chosen": [*EARLIER, USER, GOOD], "rejected": [*EARLIER, USER, BAD]}, ["a", "b"]),
+        ({"prompt": "a", "chosen": [*EARLIER, USER, GOOD], "rejected": [*EARLIER, USER, BAD]}, ["a", "b"]),
+        ({"prompt": [SYSTEM, USER], "messages": [USER, GOOD], "rejected_messages": [USER, BAD]}, ["s"]),
+        (
+            {
+                "prompt": [SYSTEM, USER],
+                "chosen": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yo"}],
+                "rejected": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "go"}],
+            },
+            ["s"],
+        ),
+    ],
+    ids=str,
+)
+def test_nothing_that_comes_before_the_answers_is_lost(row, before):
+    made = PreferenceProcessor()(row)
+    for role, answer in (("positive", "yo"), ("negative", "go")):
+        assert [m["content"] for m in made[role]["messages"]] == [*before, "hi", answer]
+
+
 @pytest.mark.parametrize(
     ("row", "told"),
     [
+        (
+            {"prompt": "ho", "chosen": [USER, GOOD], "rejected": [USER, BAD]},
+            "'prompt' is 'ho', not what the conversation in 'chosen' begins with",
+        ),
+        ({"prompt": [{**USER, "content": "ho"}], "chosen": [USER, GOOD], "rejected": [USER, BAD]}, "not what the conversation"),
+        ({"prompt": [USER], "history": [["a", "b"]], "chosen": "yo", "rejected": "go"}, "'history' is [['a', 'b']], not empty"),
+        ({"prompt": "hi", "history": "a", "chosen": "yo", "rejected": "go"}, "a turn of 'history' is 'a', not two texts"),
         ({"prompt": "hi", "chosen": "yo"}, "needs 'chosen', 'rejected' in each row; this row has 'prompt', 'chosen'"),
         ({"chosen": "yo", "rejected": "go"}, "needs 'prompt'"),
         ({"prompt": "hi", "chosen": 3, "rejected": "go"}, "an answer is 3, not a text, a message or a list of messages"),

@@ -26,6 +26,13 @@ def talk(question, answer):
     return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
 
 
+@pytest.mark.parametrize("length", [0, -1, True, 2.0, "30"])
+def test_a_pack_of_no_length_is_refused(length):
+    """0 is no way to say the template's."""
+    with pytest.raises(DataError, match=r"max_length=.*: a whole number from 1 up, or None for the template's"):
+        PackingDataset([talk("hi", "yo")], max_length=length)
+
+
 TALKS = [talk("hi " * n, "yo " * m) for n, m in itertools.product((1, 4, 2), (3, 1, 5))]
 
 

@@ -60,7 +60,9 @@ def group(i):
     [
         {"anchor": "a", "positive": "b", "negatives": ["c", "d"]},
         {"query": "a", "pos": ["b"], "neg": ["c", "d"]},
-        {"sentence1": "a", "sentence2": "b", "negative": "c", "negative_2": "d", "label": 1},
+        {"sentence1": "a", "sentence2": "b", "negative": "c", "negative_2": "d", "label": None},
+        {"anchor": "a", "positive": "b", "hard_negatives": ["c", "d"], "neg_scores": [0.1, 0.2], "negative_id": 7},
+        {"anchor": "a", "positive": "b", "hard_negative": "c", "rejected": "d"},
         {"question": "a", "answer": "b", "negative_10": "d", "negative_9": "c"},
         {"text": "a", "response": "b", "rejected_response": ["c", "d"], "pos": None, "neg": ""},
     ],
@@ -84,11 +86,26 @@ def test_rows_of_every_form_become_one(row):
         ({"query": 3, "pos": "b"}, "'query' is 3, not one text"),
         ({"query": "a", "pos": "b", "neg": ["c", 4]}, r"'neg' is \['c', 4\], not a text or a list of texts"),
         ({"query": "a", "pos": ""}, "'pos' is '', not one text"),
+        ({"sentence1": "A man eats.", "sentence2": "A plane flies.", "label": 0}, r"the row has 'label' \(0\), a judgement"),
+        ({"sentence1": "a", "sentence2": "b", "label": 1}, "Keep the rows that do, and give them without that column"),
+        ({"sentence1": "a", "sentence2": "b", "score": 0.0}, r"the row has 'score' \(0.0\)"),
+        ({"question": "a", "answer": "b", "is_duplicate": False}, r"the row has 'is_duplicate' \(False\)"),
+        ({"query": "a", "pos": "b", "negatvies": ["c"]}, "under 'negatvies', .* Did you mean 'negatives'"),
+        ({"query": "a", "pos": "b", "hn_negs": "c"}, "under 'hn_negs', .* Did you mean 'negatives'"),
     ],
 )
 def test_rows_that_are_no_groups_are_told(row, told):
     with pytest.raises(DataError, match=told):
         TripletProcessor()(row)
+
+
+def test_rows_with_a_judgement_are_taken_once_it_has_been_used():
+    """What the refusal tells to do: the unlike pair goes, the other one stays."""
+    dataset = Dataset([{"sentence1": "a", "sentence2": "b", "label": n} for n in (0, 1)])
+    dataset.filter(lambda row: row["label"] == 1)
+    dataset.map(lambda row: {k: v for k, v in row.items() if k != "label"})
+    dataset.map("triplet")
+    assert list(dataset) == [{"anchor": {"text": "a"}, "positive": {"text": "b"}, "negatives": []}]
 
 
 @pytest.mark.parametrize(

@@ -201,6 +201,63 @@ def test_the_last_answer_may_end_with_another_token():
     assert trained(template, template.encode({"messages": TALK})) == ["yo<|end|>", "go<|return|>"]
 
 
+CHANNELS = (  # a call between tokens, and another end for the last answer
+    "{% for m in messages %}<|start|>{{ m.role }}{% if m.tool_calls %}{% set f = m.tool_calls[0].function %}"
+    " to={{ f.name }}<|channel|>json<|message|>{{ f.arguments | tojson }}<|call|>"
+    "{% else %}<|channel|>final<|message|>{{ m.content }}"
+    "{{ '<|return|>' if loop.last and m.role == 'assistant' else '<|end|>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
+
+
+@pytest.mark.parametrize("arguments", [{"x": 1}, {}], ids=str)
+@pytest.mark.parametrize("more", [[], [tool("r"), assistant("go")]], ids=["last", "in a loop"])
+def test_a_call_that_goes_on_after_a_token_is_refused(arguments, more):
+    """Its end would be taken to be the first token after its name, and neither arguments nor the real end be trained."""
+    tokens = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
+    template = ChatTemplate(toys.chat_tokenizer(CHANNELS, tokens, eos="<|endoftext|>"))
+    assert trained(template, template.encode({"messages": TALK})) == [
+        "<|channel|>final<|message|>yo<|end|>", "<|channel|>final<|message|>go<|return|>"
+    ]  # fmt: skip
+    with pytest.raises(TemplateError, match=r"message 1 \(assistant\): the chat template writes .* after the token"):
+        template.encode({"messages": [user("hi"), call("f", arguments), *more]})
+
+
+def test_a_call_that_closes_itself_gets_no_second_end():
+    """The token before a result is the call's own here, not the one of whoever speaks next."""
+    source = (
+        "{% for m in messages %}{% if m.role == 'user' %}<|user|>{{ m.content }}<|user_end|>"
+        "{% elif m.role == 'tool' %}[{{ m.content }}]"
+        "{% else %}{% if messages[loop.index0 - 1].role == 'user' %}<|assistant|>{% endif %}{{ m.content }}"
+        "{% if m.tool_calls %}<|calls|>{{ m.tool_calls[0].function.name }}"
+        "{{ m.tool_calls[0].function.arguments | tojson }}<|calls_end|>{% elif not loop.last %}<|assistant_end|>{% endif %}"
+        "{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    tokens = ("<|user|>", "<|user_end|>", "<|assistant|>", "<|assistant_end|>", "<|calls|>", "<|calls_end|>")
+    template = ChatTemplate(toys.chat_tokenizer(source, tokens, eos="</s>"))
+    asked = {"messages": [user("hi"), call("f", {"x": 1})]}
+    row = template.encode(asked)
+    assert trained(template, row) == ['<|calls|>f{"x": 1}<|calls_end|>']
+    assert template.decode(row["input_ids"]) == template.render(asked)
+    assert trained(template, template.encode({"messages": TALK})) == ["yo<|assistant_end|>", "go<|assistant_end|>"]
+
+
+@pytest.mark.parametrize("prompted", ["{% if add_generation_prompt %}HEAD{% endif %}", "HEAD"], ids=["asked for", "always"])
+def test_what_closes_a_text_is_not_the_end_where_the_end_token_follows(prompted):
+    source = (
+        "{% for m in messages %}<|turn|>{{ m.role }}{% if m.tool_calls %}<|act|>{{ m.tool_calls[0].function.name }}"
+        "{{ m.tool_calls[0].function.arguments | tojson }}<|/act|>{% else %}<|say|>{{ m.content }}<|/say|>{% endif %}<|eot|>"
+        "{% endfor %}" + prompted.replace("HEAD", "<|turn|>assistant")
+    )
+    template = ChatTemplate(
+        toys.chat_tokenizer(source, ("<|turn|>", "<|say|>", "<|/say|>", "<|act|>", "<|/act|>"), eos="<|eot|>")
+    )
+    assert trained(template, template.encode({"messages": TALK})) == ["<|say|>yo<|/say|><|eot|>", "<|say|>go<|/say|><|eot|>"]
+    loop = [user("hi"), call("f", {"x": 1}), tool("r"), assistant("go")]
+    expected = ['<|act|>f{"x": 1}<|/act|><|eot|>', "<|say|>go<|/say|><|eot|>"]
+    assert trained(template, template.encode({"messages": loop})) == expected
+
+
 def test_a_template_without_any_end_token_is_warned_of(caplog):
     headings = "{% for m in messages %}### {{ m.role }}: {{ m.content }}\n\n{% endfor %}"
     headings += "{% if add_generation_prompt %}### assistant: {% endif %}"

@@ -82,6 +82,45 @@ def test_values_without_quotes_are_read_back_with_their_declared_types(form, nam
     assert not rest.strip()
 
 
+@pytest.mark.parametrize("form", sorted(UNQUOTED))
+@pytest.mark.parametrize(
+    ("declared", "text", "value"),
+    [
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "3", "3"),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "null", None),
+        ({"type": ["string", "null"]}, "3", "3"),
+        ({"type": ["string", "null"]}, "None", None),
+        ({"oneOf": [{"type": "integer"}, {"anyOf": [{"type": "string"}]}]}, "3", "3"),
+        ({"type": ["integer", "null"]}, "3", 3),
+        ({"type": ["integer", "null"]}, "None", None),
+        ({"type": ["boolean", "null"]}, "True", True),
+        ({"anyOf": [{"type": "array"}, {"type": "null"}]}, "[1]", [1]),
+        ({"enum": ["1", "2"]}, "1", "1"),
+        ({"enum": [1, 2]}, "1", 1),
+        ({"type": "string"}, "null", "null"),
+        ({"type": 7, "anyOf": "x", "enum": None}, "3", 3),
+        ("string", "3", 3),
+    ],
+    ids=str,
+)
+def test_of_several_declared_types_a_text_is_one(form, declared, text, value):
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"x": declared}}}}
+    assert FORMS[form](WRITERS[form]("f", {"x": text}), schema_of([tool]))[1] == [call("f", {"x": value})]
+
+
+def test_hermes_with_parameters_loses_none():
+    """As Llama names the arguments; what has them under yet another name is no call without arguments."""
+
+    def written(**more):
+        return "<tool_call>\n" + json.dumps({"name": "f", **more}) + "\n</tool_call>"
+
+    for how in ({"parameters": {"a": 1}}, {"arguments": {"a": 1}}, {"parameters": '{"a": 1}', "id": "x"}):
+        assert FORMS["hermes"](written(**how), {}) == ("", [call("f", {"a": 1})])
+    assert FORMS["hermes"](written(), {}) == ("", [call("f", {})])
+    for how in ({"args": {"a": 1}}, {"arguments": {"a": 1}, "parameters": {"b": 1}}, {"parameters": None}):
+        assert FORMS["hermes"](written(**how), {}) == (written(**how), [])
+
+
 @pytest.mark.parametrize("form", BESIDE)
 def test_words_before_a_call_are_the_rest(form):
     rest, calls = FORMS[form]("Let me see.\n" + WRITERS[form]("f", {"a": 1}), {})

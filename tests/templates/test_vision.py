@@ -341,6 +341,8 @@ def test_templates_of_texts_do_not_drop_images_in_silence(qwen):
         plain.encode({"messages": [user("hi"), assistant("yo")], "images": [TALL]})
     with pytest.raises(TemplateError, match=r"the row has 2 videos"):
         ChatTemplate(qwen.tokenizer, use_chat_template=False).encode({"text": "hello you", "videos": [CLIP, CLIP]})
+    with pytest.raises(TemplateError, match=r"the row has 1 audios, which this template does not show"):
+        qwen.encode({"messages": [user("hi"), assistant("yo")], "audios": ["a.wav"]})
     bare_text = VisionTemplate(qwen.processor, use_chat_template=False)
     with pytest.raises(BadMedia, match="plain text"):
         bare_text.encode({"messages": TALK})

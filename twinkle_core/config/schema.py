@@ -136,10 +136,6 @@ class TrainingConfig(_Strict):
     )
 
 
-def _default_optimizer() -> Component:
-    return Component.model_validate({"cls": "adamw", "lr": 1e-4})
-
-
 def _default_metrics() -> list[Component]:
     return [Component(cls=name) for name in ("loss", "accuracy", "train")]
 
@@ -197,7 +193,9 @@ class TrainConfig(_Strict):
         default_factory=lambda: Component(cls="cross_entropy"), description="what is made small: a name of kind 'loss'"
     )
     optimizer: Named = Field(
-        default_factory=_default_optimizer, description="a name of kind 'optimizer', with its lr and other arguments"
+        default_factory=lambda: Component(cls="adamw"),
+        description="a name of kind 'optimizer', with its arguments; lr, where it is not given: 1e-4 for an adapter, 1e-5 for "
+        "all weights",
     )
     scheduler: Named | None = Field(
         default_factory=lambda: Component(cls="cosine_warmup"),

@@ -59,12 +59,16 @@ class PackingDataset(Dataset):
     """
 
     def __init__(self, meta: DatasetMeta | str | Path | Iterable[Mapping[str, Any]], max_length: int | None = None) -> None:
+        if max_length is not None and (isinstance(max_length, bool) or not isinstance(max_length, int) or max_length < 1):
+            raise DataError.argument("max_length", max_length, "a whole number from 1 up, or None for the template's")
         super().__init__(meta)
         self.max_length = max_length
         self.packs: list[list[int]] | None = None  # of indices of encoded rows
 
     def encode(self, num_proc: int | None = None) -> Dataset:
-        capacity = self.max_length or getattr(self._needs_template(), "max_length", None)
+        capacity = self.max_length
+        if capacity is None:
+            capacity = getattr(self._needs_template(), "max_length", None)
         if not isinstance(capacity, int) or capacity < 1:
             raise DataError.argument("max_length", capacity, "a pack needs a length, and the template has none")
         before, dropped = self._parts, dict(self.dropped)

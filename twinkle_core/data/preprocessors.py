@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from twinkle_core.errors import DataError
+from twinkle_core.templates.messages import DETAIL, MARKS
 from twinkle_core.types import Message, Trajectory
 
 Row = Mapping[str, Any]
@@ -50,12 +51,7 @@ class AlpacaProcessor:
         instruction, output = _text(self, row, ("instruction",)), _text(self, row, ("output",))
         given = row.get("input") or ""
         question = f"{instruction}\n{given}" if given else instruction
-        roles = ("user", "assistant")
-        pairs = row.get("history") or ()
-        for pair in pairs if isinstance(pairs, Sequence) else [pairs]:
-            if not isinstance(pair, Sequence) or isinstance(pair, str) or [type(turn) for turn in pair] != [str, str]:
-                raise DataError.value(_name(self), "a turn of 'history'", pair, "two texts, a question and its answer")
-        history = [(role, turn) for pair in pairs for role, turn in zip(roles, pair, strict=True)]
+        history = history_of(self, row)
         return _conversation(row.get("system") or self.system, *history, ("user", question), ("assistant", output))
 
 
@@ -63,7 +59,8 @@ class ShareGPTProcessor:
     """Rows ``conversations`` (or ``conversation``, ``messages``) of ``{"from", "value"}`` or ``{"role", "content"}``.
 
     The roles human, user, gpt, assistant, bing, chatgpt, system, tool, observation, function_call are known; a
-    ``function_call``'s text ``{"name", "arguments"}`` becomes a tool call. ``system`` and ``tools`` of the row are taken.
+    ``function_call``'s text ``{"name", "arguments"}`` becomes a tool call. ``system`` and ``tools`` of the row are taken, and
+    of a turn the marks ``weight``, ``loss`` and ``train``, with which templates leave it untrained.
 
     Args:
         system: a system message for rows that bring none.
@@ -105,7 +102,9 @@ class ShareGPTProcessor:
         calls = call if isinstance(call, list) and call else [call]
         if not all(isinstance(c, Mapping) and isinstance(c.get("name"), str) for c in calls):
             raise DataError.value(_name(self), f"turn {index}", content, "a call {'name', 'arguments'}, or a list of them")
-        return {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": c} for c in calls]}
+        marks = {key: turn[key] for key in MARKS if turn.get(key) is not None}
+        made = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": c} for c in calls], **marks}
+        return made  # type: ignore[return-value]
 
 
 class MessagesProcessor:
@@ -133,7 +132,7 @@ class MessagesProcessor:
         return _with_tools({"messages": tidy}, row, self)
 
 
-_KEYS = frozenset(("role", "content", "tool_calls", "tool_call_id", "reasoning_content", "name"))
+_KEYS = frozenset(("role", "content", "tool_calls", "tool_call_id", "reasoning_content", "name", *MARKS, DETAIL))
 _CARRIED = ("images", "videos", "audios", "user_data")
 
 
@@ -161,6 +160,15 @@ def _pair(name: str, value: str | Sequence[str]) -> tuple[str, str]:
     if len(pair) != 2 or not all(isinstance(v, str) and v for v in pair):
         raise DataError.argument(name, value, "a name, or two: (Chinese, English)")
     return pair[0], pair[1]
+
+
+def history_of(processor: object, row: Row) -> list[tuple[str, str]]:
+    """The turns before a row's question, (role, text), of its ``history``: pairs of a question and its answer."""
+    pairs = row.get("history") or ()
+    for pair in pairs if isinstance(pairs, Sequence) else [pairs]:
+        if not isinstance(pair, Sequence) or isinstance(pair, str) or [type(turn) for turn in pair] != [str, str]:
+            raise DataError.value(_name(processor), "a turn of 'history'", pair, "two texts, a question and its answer")
+    return [(role, turn) for pair in pairs for role, turn in zip(("user", "assistant"), pair, strict=True)]
 
 
 def _is_chinese(row: Row, text: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,7 +11,11 @@ from twinkle_core.errors import DataError
 #: what data sets call the parts of a group; the first is twinkle's
 ANCHORS = ("anchor", "query", "question", "sentence1", "text")
 POSITIVES = ("positive", "pos", "positives", "answer", "response", "sentence2", "document")
-NEGATIVES = ("negatives", "negative", "neg", "rejected_response")
+NEGATIVES = ("negatives", "negative", "neg", "hard_negatives", "hard_negative", "hard_neg", "rejected_response", "rejected")
+#: what data sets call the judgement of whether, or how much, two texts belong together
+JUDGEMENTS = ("label", "labels", "score", "similarity", "similarity_score", "relatedness_score", "is_duplicate", "gold_label")
+#: in a name: it speaks of texts that do not belong to the anchor
+_REFUSED = ("neg", "reject")
 
 
 class TripletProcessor:
@@ -18,8 +23,13 @@ class TripletProcessor:
     ``{"anchor", "positive", "negatives"}``.
 
     Known by their names: ``anchor``, ``query``, ``question``, ``sentence1``, ``text``; ``positive``, ``pos``, ``positives``,
-    ``answer``, ``response``, ``sentence2``, ``document``; ``negatives``, ``negative``, ``neg``, ``rejected_response`` (a text
-    or a list), ``negative_1``, ``negative_2``, … A positive in a list stands there alone: a group has one.
+    ``answer``, ``response``, ``sentence2``, ``document``; ``negatives``, ``negative``, ``neg``, ``hard_negatives``,
+    ``hard_negative``, ``hard_neg``, ``rejected_response``, ``rejected`` (a text or a list), ``negative_1``, ``negative_2``, …
+    A positive in a list stands there alone: a group has one.
+
+    A row with a judgement of its pair (``label``, ``score``, ``is_duplicate``, …) is refused, whatever it says: data sets do
+    not agree on which number means that the texts belong together. Keep the right rows with ``filter``, and give them without
+    that column. Texts under a name that is nearly one of negatives are refused too, or the group would go without them.
 
     Args:
         query_prefix: put before each anchor: an instruction (``"Instruct: …\\nQuery: "``), or ``"query: "`` for E5.
@@ -37,6 +47,9 @@ class TripletProcessor:
 
     def __call__(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """One group."""
+        judged = next((name for name in JUDGEMENTS if row.get(name) is not None), None)
+        if judged is not None:
+            raise DataError.judged(type(self).__name__, judged, row[judged])
         anchor, positive = self._one(row, ANCHORS), self._one(row, POSITIVES)
         documents = [{"text": self.document_prefix + text} for text in [positive, *self._negatives(row)[: self.negatives]]]
         return {"anchor": {"text": self.query_prefix + anchor}, "positive": documents[0], "negatives": documents[1:]}
@@ -53,6 +66,11 @@ class TripletProcessor:
 
     def _negatives(self, row: Mapping[str, Any]) -> list[str]:
         numbered = sorted((n for n in row if n.startswith("negative_") and n[9:].isdigit()), key=lambda n: int(n[9:]))
+        known = {*ANCHORS, *POSITIVES, *NEGATIVES, *numbered}
+        for name in sorted(row.keys() - known):
+            near = difflib.get_close_matches(name.lower(), NEGATIVES, 1, 0.8)
+            if _texts(row[name]) and (near or any(word in name.lower() for word in _REFUSED)):
+                raise DataError.unknown_texts(type(self).__name__, name, near[0] if near else NEGATIVES[0])
         found: list[str] = []
         for name in [*NEGATIVES, *numbered]:
             value = row.get(name)

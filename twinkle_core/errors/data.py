@@ -142,6 +142,23 @@ class DataError(TwinkleError, ValueError):
         return cls(f"{who}: {key} is {value!r:.80}, not {wanted}.")
 
     @classmethod
+    def judged(cls, who: str, key: str, value: object) -> DataError:
+        return cls(
+            f"{who}: the row has {key!r} ({value!r:.40}), a judgement of its two texts, and every pair would be trained as one "
+            f"that belongs together.\n"
+            f"    Keep the rows that do, and give them without that column:\n"
+            f"    dataset.filter(lambda row: row[{key!r}] == …); "
+            f"dataset.map(lambda row: {{k: v for k, v in row.items() if k != {key!r}}})"
+        )
+
+    @classmethod
+    def unknown_texts(cls, who: str, key: str, near: str) -> DataError:
+        return cls(
+            f"{who}: the row has texts under {key!r}, which is no name that it knows; they would be left out. "
+            f"Did you mean {near!r}?\n    Rename the column, or remove it."
+        )
+
+    @classmethod
     def half_character(cls, text: str) -> DataError:
         return cls(f"it holds half a character (a lone surrogate), which is no text: ...{text!a}... Repair or drop the row.")
 

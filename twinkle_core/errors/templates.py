@@ -53,6 +53,13 @@ class TemplateError(TwinkleError, ValueError):
         )
 
     @classmethod
+    def plain_marks(cls) -> TemplateError:
+        return cls(
+            "a message is marked not to be trained, and of plain text (use_chat_template=False) everything is.\n"
+            "    Remove the message or its mark ('weight', 'loss', 'train')."
+        )
+
+    @classmethod
     def prompt(cls) -> TemplateError:
         return cls("add_generation_prompt is for a conversation that waits for an answer; this one ends with the assistant.")
 
@@ -134,6 +141,13 @@ class NoLabels(TemplateError):
     @classmethod
     def untrained(cls) -> NoLabels:
         return cls("no token of the row is trained: the conversation has no assistant turn that train_on asks for.")
+
+    @classmethod
+    def marked(cls) -> NoLabels:
+        return cls(
+            "no token of the row is trained: every assistant turn that train_on asks for is marked not to be ('weight': 0, "
+            "'loss': false or 'train': false).\n    Remove such rows, or drop them with truncation_strategy='delete'."
+        )
 
     @classmethod
     def short(cls, tokens: int) -> NoLabels:

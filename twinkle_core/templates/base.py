@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import sys
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from twinkle_core import hub
 from twinkle_core.contracts.template import Template
-from twinkle_core.errors import HoldsAdapter, NeedsLibrary, RowTooLong, TemplateError
+from twinkle_core.errors import HoldsAdapter, NeedsLibrary, NoLabels, RowTooLong, TemplateError
 from twinkle_core.templates import truncate
 from twinkle_core.templates.labels import Span
 from twinkle_core.types import IGNORE_INDEX, InputFeature, Trajectory
@@ -92,6 +92,17 @@ class TextTemplate(Template):
                 last -= 1
             targets[first:last] = ids[first:last]
         return ids, targets
+
+    def unmarked(self, spans: list[Span], silent: Collection[int]) -> list[Span]:
+        """Spans without those of messages that are marked not to be trained (``messages.untrained``).
+
+        Raises:
+            NoLabels: none is left, and ``delete`` does not drop such rows.
+        """
+        left = [span for span in spans if span.turn not in silent]
+        if spans and not left and self.truncation_strategy != "delete":
+            raise NoLabels.marked()
+        return left
 
     def rows(
         self, ids: list[int], targets: list[int], whole: Sequence[tuple[int, int]] = ()

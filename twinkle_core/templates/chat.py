@@ -134,29 +134,30 @@ class ChatTemplate(TextTemplate):
 
     def _written(self, trajectory: Mapping[str, Any], add_generation_prompt: bool) -> tuple[str, list[Span]]:
         """The text that is tokenised, and what of it the assistant wrote (nothing, in a prompt)."""
-        messages, tools = self._normalise(trajectory)
+        messages, tools, silent = self._normalise(trajectory)
         if add_generation_prompt and messages[-1]["role"] == "assistant":
             raise TemplateError.prompt()
         text = self._shown(messages, tools, add_generation_prompt)
         if add_generation_prompt:
             self._locator.check_tools(tools, text, messages, prompt=True)
             return text, []
-        return self._stopped(messages, text, self._spans(messages, tools, text))
+        text, spans = self._stopped(messages, text, self._spans(messages, tools, text))
+        return text, self._asked_for(messages, spans, silent)
 
     def render(self, trajectory: Trajectory, *, add_generation_prompt: bool = False) -> str:
         """The text that ``encode`` tokenises."""
         refuse_media(trajectory)
         if not self.use_chat_template:
             return self._plain_text(trajectory)
-        messages, tools = self._normalise(trajectory)
+        messages, tools, _ = self._normalise(trajectory)
         return self._shown(messages, tools, add_generation_prompt)
 
-    def _normalise(self, trajectory: Mapping[str, Any]) -> tuple[list[Turn], list[Any] | None]:
-        messages, tools = normalise(
+    def _normalise(self, trajectory: Mapping[str, Any]) -> tuple[list[Turn], list[Any] | None, frozenset[int]]:
+        messages, tools, silent = normalise(
             trajectory, default_system=self.default_system, enable_thinking=self.enable_thinking, style=self._style
         )
         self._roles.check(messages)
-        return messages, tools
+        return messages, tools, silent
 
     def _shown(self, messages: Sequence[Turn], tools: list[Any] | None, add_generation_prompt: bool) -> str:
         """The rendering, unless the template wrote out the data structure of an image or the like, as Jinja does."""
@@ -206,10 +207,12 @@ class ChatTemplate(TextTemplate):
     def _spans(self, messages: Sequence[Turn], tools: list[Any] | None, text: str) -> list[Span]:
         if not any(m["role"] == "assistant" for m in messages):
             return []
-        spans = self._tagged_spans(messages, tools, text) if self._tagged else self._locator.spans(messages, tools, text)
-        if self.train_on == "last":
-            spans = [span for span in spans if span.turn > self._locator.last_question(messages)]
-        return spans
+        return self._tagged_spans(messages, tools, text) if self._tagged else self._locator.spans(messages, tools, text)
+
+    def _asked_for(self, messages: Sequence[Turn], spans: list[Span], silent: frozenset[int]) -> list[Span]:
+        """What ``train_on`` and the marks of messages leave to be trained."""
+        first = self._locator.last_question(messages) + 1 if self.train_on == "last" else 0
+        return self.unmarked([span for span in spans if span.turn >= first], silent)
 
     def _stopped(self, messages: Sequence[Turn], text: str, spans: list[Span]) -> tuple[str, list[Span]]:
         """Where the next role's token ends a turn, the last answer needs it as well, or the model would not learn to stop."""
@@ -217,6 +220,8 @@ class ChatTemplate(TextTemplate):
         if not stop or not spans or messages[-1]["role"] != "assistant":
             return text, spans
         last = spans[-1]
+        if text.endswith(stop, last.start, last.end):  # the template closes a call with it, whoever comes next
+            return text, spans
         return text[: last.end] + stop, [*spans[:-1], Span(last.turn, last.start, last.end + len(stop))]
 
     def _tagged_spans(self, messages: Sequence[Turn], tools: list[Any] | None, text: str) -> list[Span]:
@@ -243,7 +248,9 @@ class ChatTemplate(TextTemplate):
     def _plain_text(self, row: Mapping[str, Any]) -> str:
         text = row.get("text") if isinstance(row, Mapping) else None
         if text is None:
-            messages, _ = normalise(row, default_system=None, enable_thinking=True, style=Style(inline_thoughts=True))
+            messages, _, silent = normalise(row, default_system=None, enable_thinking=True, style=Style(inline_thoughts=True))
+            if any(messages[turn]["role"] == "assistant" for turn in silent):
+                raise TemplateError.plain_marks()
             text = "\n".join(m["content"] for m in messages if isinstance(m["content"], str))
         if not isinstance(text, str):
             raise TemplateError.argument("text", text, "a plain-text row holds a text")

@@ -29,7 +29,7 @@ from typing import Any
 from twinkle_core.errors import TemplateError
 from twinkle_core.log import get_logger
 from twinkle_core.templates.manners import Render, asks, common
-from twinkle_core.templates.marks import Marker, Part, arguments_of
+from twinkle_core.templates.marks import Marker, Part, arguments_of, with_other_arguments
 from twinkle_core.templates.messages import Turn, last_user
 
 #: A thought that is none.
@@ -122,7 +122,10 @@ class Locator:
         else:
             end = closing.rstrip()
         asked, told = (self._after(self._render(talk[:1], None, flag), 0) for flag in (True, False))
-        over = after[0].removeprefix(token.group() if token else "")
+        ending = token.group() if token else ""
+        if token is not None and eos and token.group() != eos and closing.startswith(eos, token.end()):
+            end, ending = eos, f"{ending}{eos}"  # what closes the text is not what the model stops with
+        over = after[0].removeprefix(ending)
         if asked == told and over.strip() and asked.endswith(over):
             self.surplus = over
             after[0] = after[0].removesuffix(over)
@@ -263,10 +266,33 @@ class Locator:
                 head = empty.end() if empty else head
             follower = messages[turn + 1]["role"] if turn + 1 < len(messages) else ""
             tail = self._tail(turn, message, literals[last + 1], follower, final=last + 1 == len(order))
+            if not self.end and "tool_calls" in message:
+                self._check_arguments(marker, turn, last, literals[last + 1], tail, marked, tools)
             bound = _Bound(turn, first, head, last, tail)
             self._check_bound(bound, bounds[-1] if bounds else None, literals)
             bounds.append(bound)
         return _Skeleton(literals, order, bounds)
+
+    def _check_arguments(
+        self,
+        marker: Marker,
+        turn: int,
+        last: int,
+        literal: str,
+        tail: int,
+        marked: Sequence[Turn],
+        tools: list[Any] | None,
+    ) -> None:
+        """Raise TemplateError where a turn would end before its last call does: what other arguments change lies after it."""
+        changed = list(marked)
+        changed[turn] = with_other_arguments(marked[turn])
+        try:
+            other = marker.split(self._render(changed, tools, False))[0]
+        except TemplateError:  # of a template that is choosy about arguments nothing can be asked
+            return
+        if last + 1 < len(other) and other[last + 1][:tail] == literal[:tail] and other[last + 1] != literal:
+            way = "the chat template writes its tool call's arguments after the token that would end it"
+            raise TemplateError.at(turn, "assistant", way)
 
     def _check_bound(self, bound: _Bound, earlier: _Bound | None, literals: Sequence[str]) -> None:
         """What holds for every turn of every template: nothing that another role's turn consists of lies within."""
@@ -364,6 +390,9 @@ class Locator:
             raise TemplateError.at(turn, "assistant", way)
         token = self._special.search(literal)  # the next role's token is what the model stops with
         if token is not None:
+            if final and literal[token.end() :].strip():
+                way = f"the chat template writes more after the token {token.group()!r}, so what ends it can't be told"
+                raise TemplateError.at(turn, "assistant", way)
             stops = follower not in _NEVER_ASKED or token.group() == self.stop
             return token.end() if stops else token.start()
         if final:

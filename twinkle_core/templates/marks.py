@@ -109,3 +109,13 @@ def arguments_of(message: Turn) -> str:
     """All arguments of a message's tool calls, as text to search in."""
     calls = message.get("tool_calls") or ()
     return "".join(json.dumps(call.get("function", call).get("arguments"), ensure_ascii=False) for call in calls)
+
+
+def with_other_arguments(message: Turn) -> Turn:
+    """A message whose last tool call is given other arguments."""
+    *earlier, last = message["tool_calls"]
+    function = last.get("function", last)
+    given = function.get("arguments")
+    other: Any = {} if given not in ({}, "{}") else {"key": 1}
+    made = {**function, "arguments": json.dumps(other) if isinstance(given, str) else other}
+    return {**message, "tool_calls": [*earlier, {**last, "function": made} if "function" in last else made]}

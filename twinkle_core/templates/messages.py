@@ -20,6 +20,11 @@ SHIELD = "</thin\u2060>"
 #: What ``json.loads`` raises: the text is no JSON, has a number of more digits than Python reads, or is nested too deep.
 NOT_READ = (ValueError, RecursionError)
 
+#: Keys with which data sets say of one message whether it is trained: OpenAI's, ms-swift's, axolotl's.
+MARKS = ("weight", "loss", "train")
+#: axolotl's marks of parts of a message, which are refused.
+DETAIL = "train_detail"
+
 _INLINE_THOUGHT = re.compile(r"^\s*<think>(.*?)</think>\s*", re.DOTALL)
 
 
@@ -46,13 +51,15 @@ class Style:
 
 def normalise(
     trajectory: Mapping[str, Any], *, default_system: str | None, enable_thinking: bool, style: Style
-) -> tuple[list[Turn], list[Any] | None]:
-    """Messages and tools of a conversation, checked; the caller's objects are not changed.
+) -> tuple[list[Turn], list[Any] | None, frozenset[int]]:
+    """Messages and tools of a conversation, checked, and which of these messages are marked not to be trained; the caller's
+    objects are not changed.
 
     * Keys of a message that are None are taken out, except ``content``, which templates test for none.
     * An answer is empty where its ``content`` says so (""), not where there is none.
     * A list of text parts becomes one text.
     * ``arguments`` of tool calls given as JSON text become a mapping: templates would quote the text once more.
+    * Marks of what is trained (``MARKS``) are not shown to the template.
     * Without ``enable_thinking`` no thought is shown to the template.
     * The rest as the template's ``style`` needs it.
 
@@ -69,7 +76,37 @@ def normalise(
         turns.insert(0, {"role": "system", "content": default_system})
     if style.system is not None:
         turns = _folded(turns, *style.system)
-    return turns, tools_of(trajectory)
+    unmarked = [{key: value for key, value in turn.items() if key not in MARKS} for turn in turns]
+    return unmarked, tools_of(trajectory), untrained(turns)
+
+
+def untrained(messages: Sequence[Mapping[str, Any]]) -> frozenset[int]:
+    """The indices of messages that are marked not to be trained.
+
+    Raises:
+        TemplateError: a mark that is neither yes nor no, two that differ, or one that asks for another than the assistant.
+    """
+    return frozenset(index for index, message in enumerate(messages) if not _trained(index, message))
+
+
+def _trained(index: int, message: Mapping[str, Any]) -> bool:
+    given = {key: message[key] for key in MARKS if message.get(key) is not None}
+    for key, value in given.items():
+        if not isinstance(value, (int, float)) or value not in (0, 1):
+            way = f"{key!r} is {value!r:.40}; it says whether the message is trained, by 0 or 1 (or false or true)"
+            raise TemplateError.at(index, message.get("role"), way)
+    if len({bool(value) for value in given.values()}) > 1:
+        told = " and ".join(f"{key!r}: {value!r}" for key, value in given.items())
+        raise TemplateError.at(index, message.get("role"), f"it is marked to be trained, and not to be: {told}")
+    if message.get(DETAIL):
+        way = f"{DETAIL!r} marks parts of it, and a message is trained whole or not at all"
+        raise TemplateError.at(index, message.get("role"), way)
+    wanted = any(given.values())
+    if wanted and message.get("role") != "assistant":
+        marks = ", ".join(map(repr, given))
+        way = f"it is marked to be trained ({marks}), and only the assistant's messages are. Remove the mark"
+        raise TemplateError.at(index, message.get("role"), way)
+    return wanted or not given
 
 
 def last_user(turns: Sequence[Turn]) -> int:
@@ -167,19 +204,23 @@ def _thought(index: int, turn: Turn, enable_thinking: bool, inline: bool) -> Non
         if isinstance(turn["content"], str):
             turn["content"] = _INLINE_THOUGHT.sub("", turn["content"])
     elif thought and thought.strip():
+        written = _INLINE_THOUGHT.match(turn["content"]) if isinstance(turn["content"], str) else None
+        if written is not None and written[1].strip():
+            way = "it has a thought twice, in 'reasoning_content' and as <think>…</think> in its 'content'. Keep one of them"
+            raise TemplateError.at(index, "assistant", way)
         if inline:
             turn["content"] = f"<think>\n{thought}\n</think>\n\n{turn['content']}"
         else:
             turn["reasoning_content"] = thought
 
 
-def refuse_media(trajectory: Mapping[str, Any]) -> None:
-    """For templates of texts, which would leave them out in silence.
+def refuse_media(trajectory: Mapping[str, Any], fields: Sequence[str] = ("images", "videos", "audios")) -> None:
+    """For templates that would leave them out in silence.
 
     Raises:
         TemplateError: the row has images, videos or audios beside its messages.
     """
-    for field in ("images", "videos", "audios"):
+    for field in fields:
         if isinstance(trajectory, Mapping) and (given := trajectory.get(field)):
             raise TemplateError.unseen(field, len(given) if hasattr(given, "__len__") else 1)
 

@@ -14,6 +14,7 @@ from twinkle_core.templates.base import TOKENIZER_FILES
 from twinkle_core.templates.chat import ChatTemplate
 from twinkle_core.templates.labels import Span
 from twinkle_core.templates.media import Item, take
+from twinkle_core.templates.messages import refuse_media
 from twinkle_core.templates.multimodal import Pixels, Place
 from twinkle_core.types import IGNORE_INDEX, InputFeature, Trajectory
 
@@ -118,6 +119,7 @@ class VisionTemplate(ChatTemplate):
 
     def _taken(self, trajectory: Mapping[str, Any]) -> tuple[dict[str, Any], list[Item]]:
         """The conversation without its images and videos, and these."""
+        refuse_media(trajectory, ("audios",))
         told, items = take(trajectory, self.placeholders and self.use_chat_template)
         if items and not self.use_chat_template:
             raise BadMedia.here(items[0].where, "plain text (use_chat_template=False) has no images or videos")

@@ -100,6 +100,17 @@ def test_a_thinking_turn_is_trained_as_one_or_not_at_all(small):
     assert trained(last, last.encode({"messages": MIXED})) == [f"r3</think>a3{EOS}"]
 
 
+def test_a_marked_answer_is_not_trained(small):
+    template = DSMLTemplate(small, enable_thinking=False)
+    for mark in ({"weight": 0}, {"loss": False}, {"train": False}):
+        marked = {"messages": [{**m, **mark} if m["content"] == "a2" else m for m in MIXED]}
+        row = template.encode(marked)
+        assert row["input_ids"] == template.encode({"messages": MIXED})["input_ids"]
+        assert trained(template, row) == [f"a1{EOS}", f"a3{EOS}"]
+    with pytest.raises(TemplateError, match="every assistant turn"):
+        template.encode({"messages": [user("q"), assistant("a", weight=0)]})
+
+
 def test_the_end_of_a_thought_that_there_is_none_of_is_not_trained(small):
     template = DSMLTemplate(small, reasoning_effort="low")
     conversation = {"messages": [user("q"), assistant("a")]}

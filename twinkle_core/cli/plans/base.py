@@ -20,6 +20,8 @@ Fault = tuple[str, str]
 #: what the verbs are given of a batch besides its rows
 Beside = Callable[[list[Any]], dict[str, Any]]
 
+#: of an optimizer for which none is written; of all weights it is the one that ``set_optimizer`` takes by itself
+LR_ADAPTER, LR_ALL_WEIGHTS = 1e-4, 1e-5
 PACKED = {"cls": "input", "padding_free": True}
 
 
@@ -45,11 +47,11 @@ class Task:
         return {"processor": PACKED} if config.packing else {}
 
     def complete(self, config: TrainConfig) -> TrainConfig:
-        """The configuration with this task's defaults."""
+        """The configuration with this task's defaults, and a learning rate."""
         defaults = self.defaults(config)
-        if not defaults:
-            return config
-        return TrainConfig.model_validate(_merged(defaults, config.model_dump(exclude_unset=True)))
+        if defaults:
+            config = TrainConfig.model_validate(_merged(defaults, config.model_dump(exclude_unset=True)))
+        return _with_rate(config)
 
     def faults(self, config: TrainConfig, source: Source, classes: Mapping[str, Any]) -> Iterator[Fault]:
         """What can't be with this task: a loss that is given or reads what it has none of, a metric that does.
@@ -116,6 +118,16 @@ def of(name: str) -> Task:
 def built(kind: str, part: Component) -> Any:
     """A component, or None where its name or an argument is wrong, which is told elsewhere."""
     return attempt(lambda: registry.build(kind, part.cls, part.arguments)).value
+
+
+def _with_rate(config: TrainConfig) -> TrainConfig:
+    """The configuration with the learning rate of what is trained, where none is written and the optimizer takes one."""
+    given = config.optimizer
+    takes = attempt(lambda: inspect.signature(registry.resolve("optimizer", given.cls)).parameters).value or {}
+    if "lr" in given.arguments or "lr" not in takes:
+        return config
+    lr = LR_ALL_WEIGHTS if config.adapter is None else LR_ADAPTER
+    return config.model_copy(update={"optimizer": Component.model_validate({"cls": given.cls, **given.arguments, "lr": lr})})
 
 
 def required(loss: Any) -> frozenset[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from twinkle_core.templates.tools import deepseek, glm, hermes, llama3, mistral, qwen_xml, react
@@ -25,12 +25,29 @@ FORMS: dict[str, Callable[[str, Schema], tuple[str, list[ToolCall]]]] = {
 
 def schema_of(tools: Iterable[Any]) -> Schema:
     """The declared types of a conversation's tools; what is declared otherwise than in JSON schema is left out."""
-    found: dict[str, dict[str, str]] = {}
+    found: dict[str, dict[str, frozenset[str]]] = {}
     for tool in tools:
         function = tool.get("function", tool) if isinstance(tool, Mapping) else {}
         parameters = function.get("parameters") if isinstance(function, Mapping) else None
         properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
         if isinstance(function.get("name"), str) and isinstance(properties, Mapping):
-            types = {k: v.get("type") for k, v in properties.items() if isinstance(v, Mapping)}
-            found[function["name"]] = {k: t for k, t in types.items() if isinstance(t, str)}
+            types = {k: frozenset(_types(v)) for k, v in properties.items()}
+            found[function["name"]] = {k: t for k, t in types.items() if t}
     return found
+
+
+def _types(declared: Any, depth: int = 0) -> Iterator[str]:
+    """The JSON types that a value may have: ``type`` (one or a list), those of its alternatives, those of listed values."""
+    if not isinstance(declared, Mapping) or depth > 8:
+        return
+    one = declared.get("type")
+    yield from (t for t in ([one] if isinstance(one, str) else _listed(one)) if isinstance(t, str))
+    for key in ("anyOf", "oneOf", "allOf"):
+        for other in _listed(declared.get(key)):
+            yield from _types(other, depth + 1)
+    if one is None and any(isinstance(value, str) for value in (*_listed(declared.get("enum")), declared.get("const"))):
+        yield "string"
+
+
+def _listed(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, (list, tuple)) else ()

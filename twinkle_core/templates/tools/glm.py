@@ -52,7 +52,7 @@ def _read(text: str, at: int, schema: Schema) -> tuple[list[ToolCall], int]:
         end = text.find(_END, key.end())
         if end < 0:
             return [], len(text)
-        arguments[key[1]] = value_of(text[key.end() : end], types.get(key[1]))
+        arguments[key[1]] = value_of(text[key.end() : end], types.get(key[1], ()))
         at = end + len(_END)
     closed, found = _CLOSED.match(text, at), call(name, arguments)
     return ([found], closed.end()) if closed and found else ([], blank(text, at))

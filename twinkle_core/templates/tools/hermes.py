@@ -3,9 +3,13 @@
 <tool_call>
 {"name": "weather", "arguments": {"city": "Bern"}}
 </tool_call>
+
+``parameters`` in place of ``arguments``, as Llama writes them, is read as well.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 from twinkle_core.templates.tools.scan import Schema, blank, call, json_at, scan
 from twinkle_core.types import ToolCall
@@ -23,7 +27,15 @@ def _read(text: str, at: int, schema: Schema) -> tuple[list[ToolCall], int]:
     if not isinstance(value, dict):
         return [], end
     end = blank(text, end)
-    found = call(value.get("name"), value.get("arguments", {}))
+    found = call(value.get("name"), _arguments(value))
     if found is None or not text.startswith(_CLOSING, end):
         return [], end
     return [found], end + len(_CLOSING)
+
+
+def _arguments(value: dict[str, Any]) -> Any:
+    """None where it can't be told what the arguments are: they must not be lost."""
+    given = [value[key] for key in ("arguments", "parameters") if key in value]
+    if given:
+        return given[0] if len(given) == 1 else None
+    return {} if value.keys() <= {"name", "id", "type"} else None

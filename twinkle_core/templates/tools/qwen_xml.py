@@ -41,7 +41,7 @@ def _read(text: str, at: int, schema: Schema) -> tuple[list[ToolCall], int]:
         end = text.find(_END, parameter.end())
         if end < 0:
             return [], len(text)
-        arguments[parameter[1]] = value_of(text[parameter.end() : end].removesuffix("\n"), types.get(parameter[1]))
+        arguments[parameter[1]] = value_of(text[parameter.end() : end].removesuffix("\n"), types.get(parameter[1], ()))
         at = end + len(_END)
     closed, found = _CLOSED.match(text, at), call(name, arguments)
     return ([found], closed.end()) if closed and found else ([], blank(text, at))

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from twinkle_core.types import ToolCall
 
-#: tool -> parameter -> its JSON type, as a conversation's ``tools`` declare it
-Schema = Mapping[str, Mapping[str, str]]
+#: tool -> parameter -> its JSON types, as a conversation's ``tools`` declare them
+Schema = Mapping[str, Mapping[str, Collection[str]]]
 #: (text, where to read, declared types) -> the calls there (empty if none), and where reading ended
 Reader = Callable[[str, int, Schema], "tuple[list[ToolCall], int]"]
 
@@ -84,12 +84,16 @@ def call(name: Any, arguments: Any, identity: Any = None) -> ToolCall | None:
     return {"id": identity, **made} if isinstance(identity, str) else made
 
 
-def value_of(text: str, declared: str | None) -> Any:
-    """A value that a form writes without quotes. Where its type is not declared, what reads as JSON is taken as that."""
-    if declared == "string":
+def value_of(text: str, declared: Collection[str] = ()) -> Any:
+    """A value that a form writes without quotes. Where its type is not declared, what reads as JSON is taken as that; of
+    several types a text comes before all others but null."""
+    word = text.strip().lower()
+    if "null" in declared and word in ("null", "none"):
+        return None
+    if "string" in declared:
         return text
-    if declared in ("boolean", "null") and text.strip().lower() in ("true", "false", "null", "none"):
-        return {"true": True, "false": False}.get(text.strip().lower())
+    if "boolean" in declared and word in ("true", "false", "null", "none"):
+        return {"true": True, "false": False}.get(word)
     try:
         return _DECODER.decode(text)
     except (ValueError, RecursionError):

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 
 from twinkle_core.errors import TemplateError
 from twinkle_core.templates.base import TextTemplate
-from twinkle_core.templates.messages import refuse_media, tools_of
+from twinkle_core.templates.messages import refuse_media, tools_of, untrained
 from twinkle_core.types import InputFeature, Message, Trajectory
 from twinkle_dsml import releases
 from twinkle_dsml.lenient import parse_lenient
@@ -104,6 +104,7 @@ class DSMLTemplate(TextTemplate):
         if self.train_on == "last":
             asked = max((k for k, m in enumerate(messages) if m["role"] in ("user", "developer")), default=-1)
             spans = [span for span in spans if span.turn > asked]
+        spans = self.unmarked(spans, untrained(messages))
         assert_readable(rendered, spans, release=self.release, thinking=self.enable_thinking)
         return self.rows(*self.tokenise(rendered.text, spans))
 
