@@ -272,7 +272,8 @@ def test_a_model_is_complete_when_it_is_announced():
         Later()
     assert seen == [("Later", "there")]
     assert list(inspect.signature(Later).parameters) == ["size"]
-    assert list(inspect.signature(SessionModel).parameters) == ["engine", "adapters", "remote_group"]  # the last is remote_class's
+    theirs = list(inspect.signature(SessionModel).parameters)
+    assert theirs == ["engine", "adapters", "remote_group"]  # the last by remote_class
 
 
 HOOKS = ["model_created", "before_step", "after_step", "metrics_logged", "checkpoint_saved", "checkpoint_loaded"]
