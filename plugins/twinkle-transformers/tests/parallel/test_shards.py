@@ -100,6 +100,17 @@ def test_parts_of_layers_go_on(tmp_path):
             assert_goes_on(found[name], parts[0][name]["unbroken"], parts[0][name]["first"])
 
 
+@pytest.mark.slow
+def test_experts_on_their_ranks_go_on(tmp_path):
+    job = {**ADAMW, "kind": "moe"}
+    given = {"folder": str(tmp_path), "jobs": {"m": {**job, "sizes": {"ep_size": 2}}}}
+    parts = [part["m"] for part in ranks.run(Jobs, "checkpoints", 2, given, timeout=240)]
+    for found in parts:
+        assert found["unbroken"] == found["resumed"] and same(found["first"], found["second"])
+    alone = Jobs().resume(0, 1, {"m": parts[0]["path"]}, {"m": {**job, "sizes": {}}}, str(tmp_path / "one"))["m"]
+    assert_goes_on(alone, parts[0]["unbroken"], parts[0]["first"])
+
+
 def test_no_rank_holds_the_whole(tmp_path):
     for rank, part in enumerate(ranks.run(Saving, "nothing_is_gathered", 2, {"folder": str(tmp_path)}, timeout=240)):
         assert part["same"]
