@@ -5,8 +5,8 @@ weights, fp32; a LoRA adapter of rank 8 is trained. A batch of conversations of 
 labels; 40 % of the padded batch is tokens. Both ways take turns at one ``forward_backward``; the median of the ratios of
 neighbours is the result.
 
-    python benchmarks/packing.py                 # 5 turns, some minutes
-    python benchmarks/packing.py --turns 3
+    python benchmarks/packing.py                 # 3 turns, half a minute of CPU time, 1.5 GB
+    python benchmarks/packing.py --longest 512 --layers 12 --turns 5     # some minutes, 4 GB
     python benchmarks/packing.py --threads 1     # where others use the machine: threads wait for one another
 
 Exit status 1 if packing is not at least 2.2 times faster, or if a row's log-probabilities, the losses or the gradients (by
@@ -28,7 +28,7 @@ from transformers import LlamaConfig
 from twinkle_core.processors.input import InputProcessor
 from twinkle_transformers.model import TransformersModel
 
-LONGEST, FILL = 512, 0.4
+FILL = 0.4
 #: shares of the longest row; their mean is FILL
 SHARES = (1.0, 0.45, 0.4, 0.35, 0.3, 0.3, 0.25, 0.15)
 BOUND, SAME = 2.2, 1e-5
@@ -45,14 +45,14 @@ def model(layers: int) -> TransformersModel:
     return made
 
 
-def batch() -> list[dict[str, Any]]:
+def batch(longest: int) -> list[dict[str, Any]]:
     g = torch.Generator().manual_seed(0)
     rows = []
     for share in SHARES:
-        ids = torch.randint(0, 49152, (round(share * LONGEST),), generator=g).tolist()
+        ids = torch.randint(0, 49152, (round(share * longest),), generator=g).tolist()
         prompt = len(ids) // 2
         rows.append({"input_ids": ids, "labels": [*[-100] * (prompt - 1), *ids[prompt:], -100]})
-    assert abs(sum(len(row["input_ids"]) for row in rows) / (len(rows) * LONGEST) - FILL) < 0.005
+    assert abs(sum(len(row["input_ids"]) for row in rows) / (len(rows) * longest) - FILL) < 0.005
     return rows
 
 
@@ -78,18 +78,21 @@ def apart(a: torch.Tensor, b: torch.Tensor) -> float:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--turns", type=int, default=5, help="of each way (default 5)")
-    parser.add_argument("--layers", type=int, default=12, help="of the model (default 12; SmolLM2-135M has 30)")
+    parser.add_argument("--turns", type=int, default=3, help="of each way (default 3)")
+    parser.add_argument("--longest", type=int, default=256, help="tokens of the longest row (default 256)")
+    parser.add_argument("--layers", type=int, default=6, help="of the model (default 6; SmolLM2-135M has 30)")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of torch (default: its own choice)")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
-    m, rows = model(options.layers), batch()
-    print(f"{len(rows)} rows, longest {LONGEST} tokens, fill {FILL}; {options.layers} layers, fp32, {options.threads} threads")
+    m, rows = model(options.layers), batch(options.longest)
+    size = f"{len(rows)} rows, longest {options.longest} tokens, fill {FILL}; {options.layers} layers, fp32"
+    print(f"{size}, {options.threads} threads", flush=True)
 
     values = max(float((a - b).abs().max()) for a, b in zip(logps(m, rows, True), logps(m, rows, False), strict=True))
     (loss, packed), (expected, padded) = gradients(m, rows, True), gradients(m, rows, False)
     worst = max(apart(packed[name], padded[name]) for name in padded)
+    print("both ways computed once, and compared", flush=True)
     ratios, seconds = [], {True: [], False: []}
     for turn in range(options.turns):
         for free in (True, False) if turn % 2 else (False, True):
@@ -99,6 +102,7 @@ def main() -> int:
             seconds[free].append(time.perf_counter() - began)
             m.zero_grad(drop=True)
         ratios.append(seconds[False][-1] / seconds[True][-1])
+        print(f"turn {turn + 1}: {seconds[False][-1]:.2f} s padded, {seconds[True][-1]:.2f} s padding-free", flush=True)
     speed = statistics.median(ratios)
     print(f"padded         median {statistics.median(seconds[False]):.2f} s")
     print(f"padding-free   median {statistics.median(seconds[True]):.2f} s")

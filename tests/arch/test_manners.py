@@ -189,3 +189,10 @@ def test_no_path_of_somebodys_machine():
             text = path.read_text(encoding="utf-8", errors="replace")
             wrong += [f"{name}: {needle}" for needle in needles if needle in text]
     assert not wrong, "\n".join(wrong)
+
+
+def test_every_benchmark_is_run_by_its_command():
+    """``tox run -e benchmarks`` is every speed claim."""
+    commands = (ROOT / "tox.ini").read_text("utf-8").partition("[testenv:benchmarks]")[2].partition("\n[")[0]
+    run = {line.split()[1] for line in commands.splitlines() if line.strip().startswith("python benchmarks/")}
+    assert run == {f"benchmarks/{path.name}" for path in (ROOT / "benchmarks").glob("*.py")}

@@ -18,6 +18,9 @@ class Template(ABC):
     ) -> InputFeature | list[InputFeature] | None:
         """One conversation to one row (``input_ids``, aligned ``labels``, ``length``).
 
+        A message of the assistant that is marked not to be trained (``weight``, ``loss`` or ``train`` is 0 or False) has no
+        labels; ``twinkle_core.templates.messages.untrained`` reads the marks.
+
         Returns:
             A row; a list of rows under truncation strategy ``split``; None where strategy ``delete`` drops it (counted).
 

@@ -14,7 +14,7 @@ POSITIVES = ("positive", "pos", "positives", "answer", "response", "sentence2", 
 NEGATIVES = ("negatives", "negative", "neg", "hard_negatives", "hard_negative", "hard_neg", "rejected_response", "rejected")
 #: what data sets call the judgement of whether, or how much, two texts belong together
 JUDGEMENTS = ("label", "labels", "score", "similarity", "similarity_score", "relatedness_score", "is_duplicate", "gold_label")
-#: in a name: it speaks of texts that do not belong to the anchor
+#: parts of a name that speak of texts which do not belong to the anchor
 _REFUSED = ("neg", "reject")
 
 

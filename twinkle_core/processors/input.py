@@ -239,6 +239,9 @@ def _sort_field(
         whole[name] = values
         return
     tensors = [_tensor(index, name, value) for index, value in enumerate(values)]
+    flags = [index for index, t in enumerate(tensors) if t.dtype == torch.bool and t.dim()]
+    if name == "labels" and flags:
+        raise BadRow.field(flags[0], name, "holds True and False; a label is a token id, or -100 where nothing is trained")
     per_token = [t.dim() >= 1 and t.shape[0] == n for t, n in zip(tensors, lengths, strict=True)]
     if name == "labels" and not (any(t.is_floating_point() for t in tensors) or all(t.dim() == 0 for t in tensors)):
         must = True

@@ -20,7 +20,7 @@ SHIELD = "</thin\u2060>"
 #: What ``json.loads`` raises: the text is no JSON, has a number of more digits than Python reads, or is nested too deep.
 NOT_READ = (ValueError, RecursionError)
 
-#: Keys with which data sets say of one message whether it is trained: OpenAI's, ms-swift's, axolotl's.
+#: Keys with which data sets of OpenAI's, ms-swift's and axolotl's form say of one message whether it is trained.
 MARKS = ("weight", "loss", "train")
 #: axolotl's marks of parts of a message, which are refused.
 DETAIL = "train_detail"

@@ -123,9 +123,7 @@ def built(kind: str, part: Component) -> Any:
 def _with_rate(config: TrainConfig) -> TrainConfig:
     """The configuration with the learning rate of what is trained, where none is written and the optimizer takes one."""
     given = config.optimizer
-    takes: Mapping[str, Any] = (
-        attempt(lambda: inspect.signature(registry.resolve("optimizer", given.cls)).parameters).value or {}
-    )
+    takes = attempt(lambda: set(inspect.signature(registry.resolve("optimizer", given.cls)).parameters)).value or set()
     if "lr" in given.arguments or "lr" not in takes:
         return config
     lr = LR_ALL_WEIGHTS if config.adapter is None else LR_ADAPTER
