@@ -158,6 +158,7 @@ def test_a_row_that_was_packed_before_restarts_inside():
         ([row([1, 2], [1, 2]), row([1, 2])], "row 1: 'labels' is missing, but row 0 has it"),
         ([row([1, 2], attention_mask=[1])], "row 0: 'attention_mask' has 1 values, 'input_ids' has 2"),
         ([row([])], "row 0: 'input_ids' is empty"),
+        ([row([1, 2], [1, 2]), row([1, 2], [True, False])], "row 1: 'labels' holds True and False"),
         ([row([1, -5])], "row 0: 'input_ids' holds -5, which is no token id"),
         ([row([1, 2**40])], "row 0: 'input_ids' holds 1099511627776"),
         ([row([1, 2**80])], "row 0: 'input_ids' can't be made a tensor"),
