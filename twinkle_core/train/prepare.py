@@ -159,8 +159,8 @@ def fit_args(
     args: Mapping[str, Any], lengths: Sequence[int], widest: int, cut: range, inputs: Mapping[str, Any], *, left: bool = False
 ) -> dict[str, Any]:
     """Loss arguments with one number for each token of all rows, as an output of ``forward_only`` over them is, made as wide
-    as one micro-batch: a part of the rows may be padded to fewer tokens, and packed rows are a part of the sequence. Of another
-    width they stay as they are, for the loss to refuse.
+    as one micro-batch: a part of the rows may be padded to fewer tokens, and packed rows are a part of the sequence. Wider ones
+    may have zeros beyond (these rows were a part of more); of another width they stay as they are, for the loss to refuse.
 
     Args:
         lengths: tokens of all rows.
@@ -178,8 +178,10 @@ def fit_args(
             continue
         if micro.is_packed(inputs) and value.shape[0] == 1 and value.shape[1] == total:
             fitted[key] = value[:, start : start + width]
-        elif not micro.is_packed(inputs) and value.shape[0] == len(lengths) and value.shape[1] == widest:
-            fitted[key] = value[:, value.shape[1] - width :] if left else value[:, :width]
+        elif not micro.is_packed(inputs) and value.shape[0] == len(lengths) and value.shape[1] >= widest:
+            beyond = value[:, : value.shape[1] - widest] if left else value[:, widest:]
+            if not beyond.shape[1] or not beyond.any():
+                fitted[key] = value[:, value.shape[1] - width :] if left else value[:, :width]
     return fitted
 
 

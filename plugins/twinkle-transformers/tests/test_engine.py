@@ -309,11 +309,12 @@ def test_encoder_without_output_layer_forwards(ids):
 )
 @pytest.mark.parametrize("loss", ["dpo", "grpo"])
 def test_micro_batches_cut_logps_with_their_rows(tiny, loss, processor):
-    """What a forward over all rows gave comes back beside micro-batches that are narrower than all rows."""
+    """What a forward over all rows gave, or over more rows than these, comes back beside micro-batches that are narrower."""
     rows = random_rows([5, 9, 12, 6], seed=3)
     args = {"advantages": [1.0, -0.5, 0.25, -1.5]} if loss == "grpo" else {}
+    beyond = (0, 0) if processor.get("padding_free") else (3, 0) if processor.get("padding_side") else (0, 3)
     got = []
-    for size in (None, 2):
+    for size, more in ((None, (0, 0)), (2, (0, 0)), (2, beyond)):
         model = TransformersModel(model_id=tiny, mixed_precision="no")
         model.add_adapter_to_model("default", LoraConfig(r=4, target_modules="all-linear", init_lora_weights="gaussian"))
         with torch.no_grad():
@@ -323,12 +324,13 @@ def test_micro_batches_cut_logps_with_their_rows(tiny, loss, processor):
         model.set_loss(loss, beta=0.3)
         model.set_optimizer("sgd", lr=1.0)
         ref = model.forward_only(rows, disable_lora=True).logps
-        value = model.forward_backward(rows, ref_logps=ref, micro_batch_size=size, **args)
+        value = model.forward_backward(rows, ref_logps=torch.nn.functional.pad(ref, more), micro_batch_size=size, **args)
         got.append((float(value), model.clip_grad_and_step(max_grad_norm=float("inf"))))
         for wrong in (torch.cat([ref, ref], 1), ref[:, :-1]):
             with pytest.raises(BadLossArgument, match="ref_logps"):
                 model.forward_backward(rows, ref_logps=wrong, micro_batch_size=size, **args)
     assert got[1] == pytest.approx(got[0], rel=1e-5)
+    assert got[2] == got[1]
 
 
 def test_B27_left_padding_does_not_shift_positions():
