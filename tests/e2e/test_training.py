@@ -17,6 +17,7 @@ from twinkle_core.data.dataloader import DataLoader
 from twinkle_core.data.dataset import Dataset
 from twinkle_core.data.sources import DatasetMeta
 from twinkle_core.errors import BadCheckpointName, CheckpointDamaged, CheckpointMismatch, CheckpointNotWritten, DuplicateAdapter
+from twinkle_core.runtime import local
 from twinkle_transformers.model import TransformersModel
 
 CURVES = Path(__file__).parent / "curves"
@@ -76,7 +77,7 @@ def curve(folder, kind):
 
 
 def test_the_usage_example_of_the_docs(tiny):
-    """As written there, with a local folder for the hub's id and one process."""
+    """As written there, with a local folder for the hub's id and one process, where a group of workers means nothing."""
     from twinkle import DeviceMesh
     from twinkle.dataloader import DataLoader as FacadeLoader
     from twinkle.model import TransformersModel as FacadeModel
@@ -85,7 +86,11 @@ def test_the_usage_example_of_the_docs(tiny):
     dataset.set_template("chat", model_id=str(tiny))
     dataset.encode()
     dataloader = FacadeLoader(dataset, batch_size=4)
-    model = FacadeModel(model_id=str(tiny), device_mesh=DeviceMesh.from_sizes(), remote_group="actor")
+    local.initialize()
+    try:
+        model = FacadeModel(model_id=str(tiny), device_mesh=DeviceMesh.from_sizes(), remote_group="actor")
+    finally:
+        local.shutdown()
     model.add_adapter_to_model("tenant", LoraConfig(target_modules="all-linear"))
     model.set_optimizer("AdamW", lr=1e-2, adapter_name="tenant")
     before = {k: v.clone() for k, v in model.get_state_dict(adapter_name="tenant").items()}

@@ -27,8 +27,19 @@ SIGNS = [
     '" string="true">',
     "\\n",
 ]
-anything = st.lists(st.one_of(st.text(max_size=12), st.sampled_from(SIGNS)), max_size=6).map("".join)
-own = anything.filter(lambda text: not any(sign in text for sign in RESERVED))
+
+
+def free(text):
+    """Whether a text may be what the assistant says."""
+    return not any(sign in text for sign in RESERVED)
+
+
+def texts(signs):
+    return st.lists(st.one_of(st.text(max_size=12), st.sampled_from(signs)), max_size=6).map("".join)
+
+
+anything = texts(SIGNS)
+own = texts([sign for sign in SIGNS if free(sign)]).filter(free)
 thought = own.filter(bool)
 value = st.recursive(
     st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False, allow_infinity=False), own),

@@ -10,6 +10,7 @@ import ray
 
 sys.path.insert(0, str(Path(__file__).parent))  # before Ray starts: its workers import the classes of these tests from here
 
+from twinkle_core import registry
 from twinkle_core.mesh import DeviceGroup
 from twinkle_core.runtime import local
 
@@ -20,6 +21,8 @@ GROUPS = [DeviceGroup(name, ranks, device_type="CPU") for name, ranks in (("acto
 def cluster():
     """The runtime, with groups ``actor`` of two workers and ``one`` of one."""
     # Ray would end workers where other programs of this machine fill its memory
+    registry._PROCESS._resolved.clear()  # of what other tests have installed in this process workers know nothing
+    registry.refresh()
     quiet = {"memory_monitor_refresh_ms": 0}
     ray.init(num_cpus=5, include_dashboard=False, object_store_memory=80 * 2**20, logging_level="WARNING", _system_config=quiet)
     try:
