@@ -66,7 +66,7 @@ def test_what_is_written_stays_and_what_is_not_is_filled_in():
     assert used.model.arguments == {"model_cls": "BertModel"} and [m.cls for m in used.metrics] == ["loss"]
     assert plans.of("embedding").peft_type(used) == "CAUSAL_LM"
     plain = TrainConfig.model_validate(given)
-    only_a_rate = {**plain.model_dump(), "optimizer": {"cls": "adamw", "lr": 1e-5}}
+    only_a_rate = {**plain.model_dump(), "optimizer": {"cls": "adamw", "lr": 1e-4}}
     assert plans.of("sft").complete(plain).model_dump() == only_a_rate
     other = TrainConfig.model_validate({**given, "task": "embedding", "model": {"id": "m", "cls": "megatron"}})
     assert plans.of("embedding").complete(other).model.arguments == {}

@@ -377,6 +377,34 @@ def test_a_window_hides_what_it_hides_alone(monkeypatch):
     assert norms[0] == norms[1] == pytest.approx(norms[2], rel=1e-4)
 
 
+def test_positions_do_not_join_rows_nor_cut_them():
+    """A row that goes on where another tenant's ends, and one whose positions leave some out."""
+    model, losses = build(), []
+    for name in "ab":
+        join(model, name)
+    after = [{"input_ids": [3] * 12, "labels": [4] * 12, "position_ids": list(range(20, 32))}]
+    for token in (5, 6):
+        many = {"a": [{"input_ids": [token] * 20, "labels": [9] * 20}], "b": after}
+        losses.append(float(model.forward_backward_many(many)["b"]))
+    assert losses[0] == losses[1] == float(model.forward_backward(after, adapter_name="b"))
+    gap = [{"input_ids": list(range(3, 19)), "labels": list(range(4, 20)), "position_ids": [*range(8), *range(20, 28)]}]
+    plain = build(fast=False)
+    join(plain, "b")
+    found = [float(m.forward_only(gap, adapter_name="b").logps.sum()) for m in (model, plain)]
+    assert found[0] == pytest.approx(found[1], abs=1e-4)
+
+
+def test_passes_are_shared_whoever_calls_first():
+    """The trial is of the base model, also where an adapter is on that changes what it computes."""
+    model = build()
+    join(model, "c")
+    with torch.no_grad():
+        for p in model.adapters.parameters("c").values():
+            p.fill_(0.1)
+    model.forward_only(rows_of("c", 0), adapter_name="c")
+    assert model.engine.sharing.way == "shared"
+
+
 def test_few_tokens_are_filled_up():
     model = build()
     join(model, "b")

@@ -48,6 +48,23 @@ def test_packed_and_padded_give_one_loss_and_one_gradient(attention):
     assert (found[0][1] - found[1][1]).norm() / found[1][1].norm() < 1e-5
 
 
+def test_rows_are_told_apart_by_their_lengths():
+    """Whatever their positions: ones that go on from row to row, or none at all."""
+    m = packed()
+    a, other, b = rows(12, 12, 9)
+    after = {**b, "position_ids": list(range(12, 21))}
+    alone = m.forward_only([after]).logps[0]
+    for first in (a, other):
+        both = m.forward_only([{**first, "position_ids": list(range(12))}, after]).logps[0, 12:]
+        torch.testing.assert_close(both, alone, rtol=0, atol=1e-5)
+    own = InputProcessor(padding_free=True).collate([a, b])
+    torch.testing.assert_close(
+        m.forward_only({k: v for k, v in own.items() if k != "position_ids"}).logps, m.forward_only(own).logps, rtol=0, atol=0
+    )
+    with pytest.raises(PackingLeaks, match="go on from one packed row to the next"):
+        packed(attn_implementation="eager").forward_only([{**a, "position_ids": list(range(12))}, after])
+
+
 def mistral():
     from transformers import MistralConfig
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from twinkle_core.contracts.adapters import BASE
 from twinkle_core.contracts.engine import Batch, LossFn
 from twinkle_core.errors import FailedElsewhere
 from twinkle_core.errors.adapters import whose
@@ -108,9 +109,10 @@ class SlotEngine(TransformersEngine):
         key = (how, self.precision.compute, threads)
         if key not in self._sharing:
             autocast = functools.partial(self.precision.autocast, self.device)
-            self._sharing[key] = sharing_of(
-                self.module, self.slots, autocast, self.device, around=self.around, agree=self.agree
-            )
+            with self.slots.activate(BASE):  # it may be asked in the middle of a tenant's call
+                self._sharing[key] = sharing_of(
+                    self.module, self.slots, autocast, self.device, around=self.around, agree=self.agree
+                )
         return self._sharing[key]
 
     def piece(self, batch: Batch, needs: frozenset[str], task: str = "causal_lm") -> Piece | None:

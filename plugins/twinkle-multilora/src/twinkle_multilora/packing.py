@@ -76,6 +76,9 @@ def piece_of(inputs: Mapping[str, Any], takes: frozenset[str]) -> Piece | None:
     if not real or sum(real) != len(places):
         return None
     own_ids, own_positions, own_labels = (t.reshape(-1).index_select(0, places) for t in (ids, positions, labels))
+    steps = torch.ones_like(own_positions[1:]).index_fill_(0, own_ids.new_tensor(real).cumsum(0)[:-1] - 1, 0).bool()
+    if not bool((own_positions.diff() == 1)[steps].all()):  # a gap within a row looks like the beginning of another
+        return None
     return Piece(own_ids, own_positions, own_labels, real, places, ids.shape)
 
 

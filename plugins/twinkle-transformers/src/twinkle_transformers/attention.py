@@ -27,6 +27,11 @@ def row_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
     causal. A layer that is run again in backward gets the mask again, in whatever thread that is."""
     mask: torch.Tensor | None = sdpa_mask(*args, **kwargs)
     lengths = _lengths.get()
+    packed = (kwargs.get("q_length"), kwargs.get("kv_length")) == (sum(lengths),) * 2
+    if mask is None and packed and len(lengths) > 1:  # positions that go on from row to row look like one row
+        device = kwargs.get("device", "cpu")
+        blocks = [torch.ones(n, n, dtype=torch.bool, device=device).tril() for n in lengths]
+        mask = torch.block_diag(*blocks).bool()[None, None]
     if mask is not None and lengths and tuple(mask.shape[2:]) == (sum(lengths),) * 2:
         mask.row_lengths = lengths  # type: ignore[attr-defined]
         mask.rows = _rows(mask, lengths)  # type: ignore[attr-defined]

@@ -86,6 +86,7 @@ def fit(module: Any, batch: Mapping[str, Any], loss: Loss | None, first: int = 0
             _within(batch, "labels", known, count, first, way)
     if packs(fitted):
         _without_mask(module, fitted)
+        _with_positions(module, fitted)
     fit_media(module, fitted, first)
     return fitted  # type: ignore[return-value]
 
@@ -120,6 +121,19 @@ def _without_mask(module: Any, batch: dict[str, Any]) -> None:
             why = "positions begin anew between tokens of a padded row, where a mask hides that from kernels"
             raise PackingLeaks(name, why, cure=True)
         del batch["attention_mask"]
+
+
+def _with_positions(module: Any, batch: dict[str, Any]) -> None:
+    """Positions that begin anew with each row, which is how kernels tell rows apart that are not computed one by one."""
+    lengths, positions, ids = batch.get("seq_lens") or (), batch.get("position_ids"), batch.get("input_ids")
+    if not isinstance(ids, torch.Tensor) or len(lengths) < 2 or sum(lengths) != ids.shape[1]:
+        return
+    if positions is None:
+        batch["position_ids"] = torch.cat([torch.arange(n, device=ids.device) for n in lengths])[None]
+    elif _readable(positions) and positions.dim() == 2 and getattr(text_config(module), "_attn_implementation", "") != "sdpa":
+        starts = torch.tensor(lengths).cumsum(0)[:-1]
+        if bool((positions[0, starts] == positions[0, starts - 1] + 1).any()):
+            raise PackingLeaks(type(module).__name__, "positions go on from one packed row to the next", cure=True)
 
 
 def _padded(module: Any, ids: torch.Tensor, mask: Any, size: int | None) -> torch.Tensor:
