@@ -31,7 +31,7 @@ def row_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
     if mask is None and packed and len(lengths) > 1:  # positions that go on from row to row look like one row
         device = kwargs.get("device", "cpu")
         blocks = [torch.ones(n, n, dtype=torch.bool, device=device).tril() for n in lengths]
-        mask = torch.block_diag(*blocks).bool()[None, None]
+        mask = torch.block_diag(*blocks).bool()[None, None]  # type: ignore[no-untyped-call]
     if mask is not None and lengths and tuple(mask.shape[2:]) == (sum(lengths),) * 2:
         mask.row_lengths = lengths  # type: ignore[attr-defined]
         mask.rows = _rows(mask, lengths)  # type: ignore[attr-defined]
