@@ -286,7 +286,8 @@ def inspect(folder: Path, *, resume_only_model: bool = False, hashes: bool = Fal
 
 
 def read_state(folder: Path, *, hashes: bool = True) -> TrainerState | None:
-    """``trainer_state.json``, and all files it names verified; None where there is no such file (a plain PEFT or model folder).
+    """``trainer_state.json``, and all files it names verified; None where there is no such file (a plain PEFT or model folder),
+    or transformers' Trainer wrote it.
 
     Args:
         hashes: compare the hashes of all files, which reads them whole; False: of the small ones with plain data alone.
@@ -308,6 +309,8 @@ def read_state(folder: Path, *, hashes: bool = True) -> TrainerState | None:
         raw = json.loads(path.read_text())
     except (ValueError, UnicodeDecodeError) as error:
         raise CheckpointDamaged(str(path), f"it is not valid JSON ({error})") from error
+    if isinstance(raw, dict) and "log_history" in raw and "schema_version" not in raw:
+        return None  # transformers' Trainer gives a file of its own this name
     version = raw.get("schema_version") if isinstance(raw, dict) else None
     if version != SCHEMA:
         raise CheckpointMismatch(str(path), f"its schema is version {version}; this twinkle reads version {SCHEMA}")

@@ -36,6 +36,11 @@ class Turns:
         return self
 
     @property
+    def nested(self) -> bool:
+        """Whether the thread whose turn it is has taken it more than once."""
+        return self._depth > 1
+
+    @property
     def waiting(self) -> int:
         """How many threads wait."""
         return len(self._queue)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 
 import pytest
 import torch
@@ -392,6 +393,31 @@ def test_positions_do_not_join_rows_nor_cut_them():
     join(plain, "b")
     found = [float(m.forward_only(gap, adapter_name="b").logps.sum()) for m in (model, plain)]
     assert found[0] == pytest.approx(found[1], abs=1e-4)
+
+
+def test_labels_on_padding_count_as_in_the_plain_model():
+    ids, found = torch.arange(3, 23).view(2, 10), []
+    batch = {"input_ids": ids, "labels": ids + 1, "attention_mask": torch.ones_like(ids)}
+    batch["attention_mask"][0, 6:] = 0
+    for model in (build(), build(fast=False)):
+        join(model, "b")
+        found.append(float(model.forward_backward(batch, adapter_name="b")))
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
+
+
+def test_a_turn_that_is_held_serves_nobody_else():
+    model = build()
+    for name in "bc":
+        join(model, name)
+    with model.turns:
+        other = threading.Thread(target=lambda: model.forward_backward(rows_of("b", 0), adapter_name="b"))
+        other.start()
+        while not model.scheduler._waiting:
+            time.sleep(0.001)
+        model.forward_backward(rows_of("c", 0), adapter_name="c")
+        assert (model.sessions["b"].window.count, model.sessions["c"].window.count) == (0, 1)
+    other.join(30)
+    assert model.sessions["b"].window.count == 1
 
 
 def test_passes_are_shared_whoever_calls_first():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import socket
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM, LlamaForSequenc
 from twinkle_core.errors import (
     BadArgument,
     BadGeneration,
+    CheckpointDamaged,
     Fp8Unavailable,
     ManyProcesses,
     ModelNotLoaded,
@@ -299,6 +301,21 @@ def test_a_file_that_is_cut_short_is_told(tmp_path):
         file.truncate(5000)
     with pytest.raises(ModelNotLoaded, match=r"cut' could not be loaded: .*incomplete"):
         TransformersModel(model_id=folder)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_checkpoint_whose_files_are_not_what_was_saved_is_told(tmp_path, sharded):
+    """So that nothing damaged is written anew with hashes that fit it."""
+    folder = Path(TransformersModel(config=tiny_config()).save("saved", tmp_path, sharded=sharded))
+    TransformersModel(model_id=folder)
+    file = next(folder.rglob("*.safetensors"))
+    data = bytearray(file.read_bytes())
+    data[-3] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(CheckpointDamaged, match=file.name):
+        TransformersModel(model_id=folder)
+    (folder / "trainer_state.json").write_text('{"log_history": [], "global_step": 3}')  # as transformers' Trainer writes it
+    TransformersModel(model_id=folder)
 
 
 def _lose(state):

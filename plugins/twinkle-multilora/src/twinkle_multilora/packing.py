@@ -72,6 +72,8 @@ def piece_of(inputs: Mapping[str, Any], takes: frozenset[str]) -> Piece | None:
         return None
     flat = torch.arange(ids.numel(), device=ids.device)
     places = flat if mask is None else flat[mask.reshape(-1) != 0]
+    if mask is not None and bool((labels[mask == 0] != IGNORE_INDEX).any()):  # trained all the same, in the plain model
+        return None
     real = [int(n) for n in lengths if n]
     if not real or sum(real) != len(places):
         return None

@@ -93,8 +93,8 @@ class TenantScheduler:
     def _take_turn(self, ticket: Ticket) -> None:
         """Wait for this thread's turn, and serve its call and those that wait, unless another's turn did."""
         with self._model.turns:
-            if not ticket.done:
-                self._serve_all(self._gather(ticket))
+            if not ticket.done:  # inside a turn that was taken for more than this call nobody else is served
+                self._serve_all([ticket] if self._model.turns.nested else self._gather(ticket))
 
     def _serve_all(self, tickets: Sequence[Ticket]) -> None:
         """It is this thread's turn: serve these calls, each of another session."""

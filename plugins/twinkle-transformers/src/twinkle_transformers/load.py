@@ -26,6 +26,7 @@ from twinkle_core.errors import (
 from twinkle_core.log import get_logger
 from twinkle_core.names import closest
 from twinkle_core.train import shards
+from twinkle_core.train.checkpoint import read_state
 from twinkle_transformers import checkpoint
 from twinkle_transformers.precision import Precision
 from twinkle_transformers.tree import plain_state
@@ -188,6 +189,8 @@ def _load(
     place = Path(folder) / (options.get("subfolder") or "")
     if hub.holds_adapter(place):  # transformers would put it in unseen, beneath the adapters of this model
         raise HoldsAdapter(place, hub.base_of_adapter(place))
+    if place.is_dir():
+        read_state(place)  # of a checkpoint: its files are what was saved
     options["trust_remote_code"] = trust = bool(options.get("trust_remote_code", False))
     if shards.place(place, "model").is_dir():
         return _from_shards(owner, own, cls, place, config, precision, options)

@@ -34,7 +34,7 @@ def check_name(name: Any) -> None:
     """A name is part of file names and of tables, so it is one word without separators."""
     if not isinstance(name, str) or not name:
         raise BadAdapter(name, "an adapter's name is a string of at least one letter ('' is the base model)")
-    bad = sorted({c for c in name if c in "./\\" or c.isspace()})
+    bad = sorted({c for c in name if c in "./\\" or c.isspace() or not c.isprintable()})
     if bad:
         raise BadAdapter(name, f"a name may not hold {', '.join(repr(c) for c in bad)}; use '-' or '_'")
 
