@@ -11,7 +11,7 @@ import torch
 from peft import LoraConfig
 from transformers import MistralConfig, MixtralConfig, MixtralForCausalLM
 
-from twinkle_core.errors import BadArgument, BadLossResult, LabelsMissing, UnknownAdapter
+from twinkle_core.errors import BadAdapter, BadArgument, BadLossResult, LabelsMissing, UnknownAdapter
 from twinkle_multilora.model import MultiLoraTransformersModel
 from twinkle_multilora.packing import LEAST
 from twinkle_transformers.testing import tiny_config
@@ -525,6 +525,13 @@ def test_what_cannot_be_shared_takes_turns(case, monkeypatch):
     found = model.forward_backward_many({name: rows_of(name, 0) for name in "ac"})
     assert model.engine.sharing.way == "turns" and not passes and len(found) == 2
     assert "tenants take turns" in model.get_train_configs(adapter_name="")
+
+
+def test_a_model_of_experts_is_told_where_slots_can_be():
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = MixtralConfig(vocab_size=264, num_key_value_heads=2, num_local_experts=4, **shape)
+    with pytest.raises(BadAdapter, match=r"linear layers alone.*target_modules=\['k_proj', 'o_proj', 'q_proj', 'v_proj'\]\)"):
+        build(config)
 
 
 def test_experts_are_asked_like_any_model():

@@ -216,13 +216,15 @@ class SlotAdapters(ModelStore):
         Raises:
             BadAdapter: it is more than a plain ``B A x``, or beside something else than a linear layer.
         """
-        found = {}
-        for key, layer in trial.tree.get_base_model().named_modules():
+        found, layers = {}, dict(trial.tree.get_base_model().named_modules())
+        for key, layer in layers.items():
             if not isinstance(layer, BaseTunerLayer) or _INNER not in layer._get_available_adapters():
                 continue
             if type(layer) is not Linear:
                 what = type(layer.get_base_layer()).__name__
-                raise BadAdapter(name, f"target_modules mean {key}, a {what}; slots are beside linear layers alone")
+                ends = sorted({other.rpartition(".")[2] for other, linear in layers.items() if type(linear) is Linear})
+                way = f"slots are beside linear layers alone: MultiLoraTransformersModel(..., target_modules={ends})"
+                raise BadAdapter(name, f"target_modules mean {key}, a {what}; {way}")
             if layer.lora_variant:
                 variant = type(layer.lora_variant[_INNER]).__name__
                 raise BadAdapter(name, f"its options make {variant} of it, which is more than the A and B that a slot holds")
