@@ -155,3 +155,19 @@ def test_a_constructor_keeps_its_signature_and_takes_a_group():
     assert Score(3).bonus == 3
     with pytest.raises(TypeError):
         Score(nonsense=1)
+
+
+@pytest.mark.parametrize("left", [False, True])
+def test_numbers_of_tokens_end_where_the_rows_of_a_part_end(left):
+    """Beyond, a worker's batch has no place for them; a matrix of another width goes as it is."""
+    rows = [{"input_ids": [1] * n} for n in (2, 3, 5)]
+    _, how = cut.of("f", rows, 2, left=left)
+    assert [list(part) for part in how.ranges] == [[0], [1, 2]] or [list(part) for part in how.ranges] == [[0, 1], [2]]
+    value = torch.arange(1.0, 16.0).view(3, 5)
+    parts, widest = how.beside(value), [max(len(rows[i]["input_ids"]) for i in part) for part in how.ranges]
+    for part, own, n in zip(how.ranges, parts, widest, strict=True):
+        kept = slice(5 - n, None) if left else slice(0, n)
+        assert torch.equal(own[:, kept], value[part.start : part.stop, kept])
+        assert own.count_nonzero() == len(part) * n
+    assert [own.shape for own in how.beside(torch.ones(3, 7))] == [(len(part), 7) for part in how.ranges]
+    assert value.count_nonzero() == 15

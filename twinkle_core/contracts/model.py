@@ -245,14 +245,14 @@ class TwinkleModel(ABC):
     @remote_function(dispatch="all", execute="first", collect="first")
     def grouping(
         self, *, adapter_name: str | None = None
-    ) -> tuple[str, Callable[[Sequence[InputFeature]], Sequence[int]] | None]:
+    ) -> tuple[str, Callable[[Sequence[InputFeature]], Sequence[int]] | None, bool]:
         """For who divides a batch over data ranks: which adapter a call means, and how to find which rows belong together.
 
         Returns:
-            The adapter's name, and a function from rows to the sizes of consecutive groups, as a loss's ``groups``; None: each
-            row is by itself.
+            The adapter's name; a function from rows to the sizes of consecutive groups, as a loss's ``groups`` (None: each row
+            is by itself); whether rows are padded on the left.
         """
-        return adapter_name or "", None
+        return adapter_name or "", None, False
 
     def share(self, collect: str, answer: Any, *, adapter_name: str | None = None) -> Any:
         """What a verb has just answered on this data rank, in a form that is exact when those of several are brought together.

@@ -16,11 +16,12 @@ Grouping = Callable[[Sequence[Any]], Sequence[int]]
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How rows were divided. ``lengths``: tokens of each row, where they are encoded."""
+    """How rows were divided. ``lengths``: tokens of each row, where they are encoded; ``left``: rows are padded on the left."""
 
     ranges: tuple[range, ...]
     count: int
     lengths: tuple[int, ...] = ()
+    left: bool = False
 
     def rows(self, value: Any) -> list[Any]:
         """The rows' own parts."""
@@ -30,9 +31,20 @@ class Cut:
             return [micro.cut_batch(value, part) if len(part) else [] for part in self.ranges]
         return [value[part.start : part.stop] for part in self.ranges]
 
+    def _of_tokens(self, value: Any, part: range) -> Any:
+        """One number for each token, as wide as the widest row of all: zeros where a part's own rows end before."""
+        beyond = value.shape[1] - max((self.lengths[i] for i in part), default=0)
+        if not beyond:
+            return value
+        value = value.clone() if hasattr(value, "clone") else value.copy()
+        value[:, slice(0, beyond) if self.left else slice(-beyond, None)] = 0
+        return value
+
     def beside(self, value: Any) -> list[Any]:
         """Another argument: divided where it has an entry for each row (or for each token of packed rows), else the same."""
         shape = tuple(getattr(value, "shape", ()))
+        if len(shape) > 1 and shape[0] == self.count == len(self.lengths) and shape[1] == max(self.lengths):
+            return [self._of_tokens(value[part.start : part.stop], part) for part in self.ranges]
         if (shape and shape[0] == self.count) or (isinstance(value, (list, tuple)) and len(value) == self.count):
             return [value[part.start : part.stop] for part in self.ranges]
         if len(shape) > 1 and shape[0] == 1 and self.lengths and shape[1] == sum(self.lengths):
@@ -41,7 +53,7 @@ class Cut:
         return [value] * len(self.ranges)
 
 
-def of(function: str, rows: Any, shares: int, grouping: Grouping | None = None) -> tuple[Any, Cut]:
+def of(function: str, rows: Any, shares: int, grouping: Grouping | None = None, *, left: bool = False) -> tuple[Any, Cut]:
     """The rows (a single one as a list) and how they are divided, as a DataLoader divides them over data ranks.
 
     Raises:
@@ -56,7 +68,7 @@ def of(function: str, rows: Any, shares: int, grouping: Grouping | None = None) 
     small, larger = divmod(len(sizes), shares)
     starts = [share * small + min(share, larger) for share in range(shares + 1)]
     ranges = tuple(range(ends[a], ends[b]) for a, b in itertools.pairwise(starts))
-    return rows, Cut(ranges, count, _lengths(rows))
+    return rows, Cut(ranges, count, _lengths(rows), left)
 
 
 def _collated(rows: Mapping[str, Any]) -> bool:

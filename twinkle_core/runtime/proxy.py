@@ -126,8 +126,9 @@ class Home(ABC):
             return [(args, kwargs)] * len(workers), counting, None
         places = workers if spec.dispatch == "slice" else self.shares
         first = args[0] if args else kwargs[rows]
-        whose, grouping = self._grouping(kwargs) if spec.dispatch == "slice_dp" and not method.path else ("", None)
-        first, how = cut.of(method.shown, first, max(places) + 1, grouping)
+        asks = spec.dispatch == "slice_dp" and not method.path
+        whose, grouping, left = self._grouping(kwargs) if asks else ("", None, False)
+        first, how = cut.of(method.shown, first, max(places) + 1, grouping, left=left)
         if spec.collect == "rows":
             cuts = self._cuts.setdefault(whose, {})
             cuts.pop(how.count, None)
@@ -159,13 +160,14 @@ class Home(ABC):
             (tuple(value[share] for value in own), {key: value[share] for key, value in named.items()}) for share in self.shares
         ]
 
-    def _grouping(self, kwargs: Mapping[str, Any]) -> tuple[str, cut.Grouping | None]:
-        """Whose rows a call means, and which of them the loss wants together. Asked each time: a loss may be set at any."""
+    def _grouping(self, kwargs: Mapping[str, Any]) -> tuple[str, cut.Grouping | None, bool]:
+        """Whose rows a call means, which of them the loss wants together, and whether they are padded on the left. Asked each
+        time: a loss may be set at any."""
         ask = declared(self.owner).get("grouping")
         if ask is None or len(self.leads) == 1:
-            return "", None
+            return "", None, False
         named = {key: kwargs[key] for key in ("adapter_name",) if key in kwargs}
-        found: tuple[str, cut.Grouping | None] = self.call(Method(self.key, "", "grouping"), ask, (), named)
+        found: tuple[str, cut.Grouping | None, bool] = self.call(Method(self.key, "", "grouping"), ask, (), named)
         return found
 
 

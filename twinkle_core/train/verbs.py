@@ -50,9 +50,9 @@ class SessionModel(UpdateVerbs, SetupVerbs, StorageVerbs, TwinkleModel, metaclas
         return self.engine.module
 
     def grouping(self, *, adapter_name: str | None = None) -> Any:
-        """The session's name, and the ``groups`` of its loss, where it has some."""
+        """The session's name, the ``groups`` of its loss, where it has some, and whether its processor pads on the left."""
         session = self._session(adapter_name)
-        return session.name, losses.grouping(self._loss(session))
+        return session.name, losses.grouping(self._loss(session)), self._pads_left(session)
 
     def share(self, collect: str, answer: Any, *, adapter_name: str | None = None) -> Any:
         """A loss as (sum, weight) of this rank; an output with how its rows lie."""

@@ -71,7 +71,8 @@ def test_the_mesh_of_initialize_is_the_default():
 
 def test_whose_mesh_does_not_fit_is_told(monkeypatch):
     runtime = local.LocalRuntime()
-    runtime.start(nproc_per_node=None, groups=(), mesh=DeviceMesh.from_sizes(fsdp_size=2))
+    mesh = DeviceMesh.from_sizes(fsdp_size=2)
+    runtime.start(nproc_per_node=None, groups=(), mesh=mesh, seed=42, full_determinism=False)
     monkeypatch.setattr(local, "_state", local._State(runtime))
     with pytest.raises(
         ManyProcesses, match=r"no device mesh was given, and that of initialize\(global_device_mesh=\.\.\.\) has 2"
