@@ -39,7 +39,7 @@ class Score:
 
     @remote_function(dispatch="all", execute="first", collect="first")
     def grouping(self):
-        return "a", lambda rows: [2] * (len(rows) // 2)
+        return "a", lambda rows: [2] * (len(rows) // 2), False
 
     @property
     @remote_function(dispatch="all", collect="none")
