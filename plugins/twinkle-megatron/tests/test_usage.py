@@ -9,6 +9,7 @@ import sys
 import pytest
 
 PROGRAM = """
+import os
 from peft import LoraConfig
 from twinkle.model import MegatronModel
 from twinkle import DeviceMesh
@@ -23,7 +24,8 @@ losses, norms = [], []
 for data in dataloader:
     losses.append(float(model.forward_backward(inputs=data, adapter_name='default')))
     norms.append(model.clip_grad_and_step(adapter_name='default', gradient_accumulation_steps=16))
-print('done', len(losses), [i for i, norm in enumerate(norms) if norm is not None], sum(losses[16:]) < sum(losses[:16]) - 1)
+steps = [i for i, norm in enumerate(norms) if norm is not None]
+os.write(1, f'done {{len(losses)}} {{steps}} {{sum(losses[16:]) < sum(losses[:16]) - 1}}\\n'.encode())  # in one piece
 """
 
 
