@@ -7,7 +7,8 @@ torch's fused AdamW, which ``MultiLoraTransformersModel`` chooses by itself and 
 in one process; the median of the ratios of neighbours is the result, of CPU time, which other processes stretch least. Memory
 is the peak of a step over what is resident between steps.
 
-How much can be saved depends on the processor: on how much faster a matmul of many rows is than one of few. So beside each
+How much can be saved depends on the processor: on how much faster a matmul of many rows is than one of few, and on what oneDNN
+gains over the kernels that PyTorch takes (``twinkle_core.ops.matmul``; ``--torch-kernels`` measures without it). So beside each
 result stands the ceiling, the speedup of a pass that is nothing but the base model's own matmuls.
 
     python benchmarks/multilora.py                      # all cases, 5 turns each: half an hour on one core
@@ -33,6 +34,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from twinkle_core.ops.matmul import kernel, linear
 from twinkle_multilora.engine import CHUNK
 from twinkle_multilora.model import MultiLoraTransformersModel
 from twinkle_transformers.model import TransformersModel
@@ -185,8 +187,8 @@ def matmuls(data: list[list[Row]], turns: int) -> float:
         for _ in range(turns + 1):
             began = time.process_time()
             for part in torch.split(x, CHUNK) if out == WORDS else [x]:
-                torch.nn.functional.linear(part, weight)
-                torch.mm(g[: len(part)], weight)
+                linear(part, weight)
+                times(g[: len(part)], weight)
             spent.append(time.process_time() - began)
         total += min(spent) * times
     return total
@@ -270,9 +272,13 @@ def main() -> int:
     parser.add_argument("--turns", type=int, default=5, help="of each side in each case (default 5)")
     parser.add_argument("--case", action="append", choices=[*CASES, "memory"], help="only this one; may be repeated")
     parser.add_argument("--threads", type=int, default=1, help="torch's threads (default 1)")
+    parser.add_argument("--torch-kernels", action="store_true", help="without oneDNN; the bounds are not meant for it")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    print(f"{config().num_hidden_layers} layers, {options.threads} thread(s), torch {torch.__version__}")
+    if options.torch_kernels:
+        torch.backends.mkldnn.set_flags(False)
+    by = f"matmuls by {kernel()}"
+    print(f"{config().num_hidden_layers} layers, {options.threads} thread(s), torch {torch.__version__}, {by}")
     missed: list[str] = []
     for name, case in CASES.items():
         if options.case is None or name in options.case:

@@ -82,7 +82,7 @@ def device() -> list[tuple[str, str]]:
     if got.value is None:
         return [("torch", f"can't be imported: {got.why}")]
     torch = got.value
-    facts = [("cpu", f"{torch.get_num_threads()} threads, bf16 {_in_hardware(hardware.cpu_has_bf16())}"), *_rows(torch)]
+    facts = [("cpu", f"{torch.get_num_threads()} threads, bf16 {_in_hardware(hardware.cpu_has_bf16())}"), *_matmuls(torch)]
     if not torch.cuda.is_available():
         return [*facts, ("cuda", "not available")]
     for number in range(torch.cuda.device_count()):
@@ -92,16 +92,18 @@ def device() -> list[tuple[str, str]]:
     return [*facts, ("cuda", f"bf16 {_in_hardware(torch.cuda.is_bf16_supported(including_emulation=False))}")]
 
 
-def _rows(torch: Any) -> list[tuple[str, str]]:
-    """Whether tenants can share a matmul: tried with the shape of a small model's layer."""
+def _matmuls(torch: Any) -> list[tuple[str, str]]:
+    """What computes them, and whether tenants can share one: tried with the shape of a small model's layer."""
+    from twinkle_core.ops.matmul import kernel
     from twinkle_core.ops.row_invariance import rows_invariant
 
+    by = ("matmuls", f"of adapters' base layers and output layers in float32: by {kernel()}")
     kinds = [torch.float32, torch.bfloat16]
     free = [str(k).removeprefix("torch.") for k in kinds if rows_invariant(1536, 576, k, "cpu", (16, 23, 64, 200, 512))]
     if len(free) == len(kinds):
-        return [("rows", "of a matmul do not depend on their company: tenants share passes on the fast path")]
+        return [by, ("rows", "of a matmul do not depend on their company: tenants share passes on the fast path")]
     where = f" (but in {free[0]})" if free else ""
-    return [("rows", f"of a matmul depend on their company{where}: tenants share passes with one matmul each")]
+    return [by, ("rows", f"of a matmul depend on their company{where}: tenants share passes with one matmul each")]
 
 
 def _in_hardware(yes: bool) -> str:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from twinkle_core.errors import NeedsLibrary
 from twinkle_core.ops.chunks import added, compute_dtype, cuts, is_plain, valid
+from twinkle_core.ops.matmul import times
 from twinkle_core.ops.token_logps import Tempered, check_labels, linear_logits, softmax_in_place, token_logps
 
 #: rows at a time through frozen weights, and where they train: fewer make matmuls slower, more take more memory
@@ -143,7 +144,7 @@ def _sum_and_gradients(
             d_bias += dz.sum(0)
         dz = dz.to(weight.dtype)
         if d_rows is not None:
-            torch.mm(dz, weight, out=d_rows[cut])
+            times(dz, weight, out=d_rows[cut])
         if wanted[1]:
             d_weight = added(d_weight, dz, rows[cut], wide)
         del z, p, dz  # or the next chunk's logits would come beside these

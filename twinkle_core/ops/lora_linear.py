@@ -28,6 +28,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from twinkle_core.errors import RowsDisagree
+from twinkle_core.ops.matmul import linear, times
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,9 +129,9 @@ class _LoraLinear(torch.autograd.Function):
         flat = x.reshape(-1, x.shape[-1])
         kept = flat if dropped is None else dropped.reshape(-1, x.shape[-1])
         if apart:
-            y = torch.cat([F.linear(flat[cut], weight, bias) for cut in _cuts(rows)])
+            y = torch.cat([linear(flat[cut], weight, bias) for cut in _cuts(rows)])
         else:
-            y = F.linear(flat, weight, bias)
+            y = linear(flat, weight, bias)
         low: list[Tensor | None] = []
         for cut, scale, drop, (a, b) in zip(_cuts(rows), scales, drops, _pairs(factors), strict=True):
             if a is None or b is None:
@@ -154,7 +155,7 @@ class _LoraLinear(torch.autograd.Function):
         wants_x, wants_dropped = ctx.needs_input_grad[:2]
         d_x = d_dropped = None
         if wants_x:
-            d_x = torch.cat([g[cut] @ weight for cut in _cuts(rows)]) if apart else g @ weight
+            d_x = torch.cat([times(g[cut], weight) for cut in _cuts(rows)]) if apart else times(g, weight)
         if wants_dropped:
             d_dropped = torch.zeros_like(kept)
         target = d_dropped if given else d_x

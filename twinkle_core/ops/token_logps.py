@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from twinkle_core.errors import BadLabels
 from twinkle_core.ops.chunks import added, compute_dtype, cuts, is_plain, taken, valid
+from twinkle_core.ops.matmul import linear, times
 from twinkle_core.types import IGNORE_INDEX
 
 #: logits that are there at once, by default: 128 MiB in float32, but never fewer rows than keep a matmul busy
@@ -170,7 +171,7 @@ def _statistics(
 
 def linear_logits(rows: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
     """Logits of rows, at least float32, divided by the temperature: a tensor of one's own."""
-    z = torch.nn.functional.linear(rows, weight, bias)
+    z = linear(rows, weight, bias)
     z = z if z.dtype in (torch.float32, torch.float64) else z.float()
     return z if temperature == 1.0 else z.div_(temperature)
 
@@ -224,7 +225,7 @@ class _Frozen(torch.autograd.Function):
                     margin = z.gather(1, y[:, None]).neg_().clamp_(min=torch.finfo(z.dtype).tiny)
                     z.div_(margin)
                     total = total / margin
-                torch.mm(z.to(weight.dtype), weight, out=gradient[cut])
+                times(z.to(weight.dtype), weight, out=gradient[cut])
                 factors.append(-1 / (total * temperature))
         exact = torch.float64 if rows.dtype == torch.float64 else torch.float32
         logps, entropy, guess = _joined(found, labels, exact, entropies, predictions)
@@ -289,7 +290,7 @@ class _Recomputed(torch.autograd.Function):
                 d_bias += dz.sum(0)
             dz = dz.to(weight.dtype)
             if d_rows is not None:
-                torch.mm(dz, weight, out=d_rows[cut])
+                times(dz, weight, out=d_rows[cut])
             if ctx.needs_input_grad[1]:
                 d_weight = added(d_weight, dz, rows[cut], wide)
         if ctx.needs_input_grad[1]:

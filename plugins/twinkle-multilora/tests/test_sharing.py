@@ -90,7 +90,7 @@ def same(a, b):
     return a[0] == b[0] and len(a[1]) == len(b[1]) and all(torch.equal(x, y) for x, y in zip(a[1], b[1], strict=True))
 
 
-@pytest.fixture(scope="module", params=["float32", "bf16", "odd vocabulary", "checkpointing"])
+@pytest.fixture(scope="module", params=["float32", "bf16", "odd vocabulary", "checkpointing", "wide"])
 def kind(request):
     torch.set_num_threads(1)
     options = {
@@ -98,6 +98,7 @@ def kind(request):
         "bf16": {"mixed_precision": "bf16"},
         "odd vocabulary": {"config": tiny_config(vocab_size=251)},
         "checkpointing": {"gradient_checkpointing": True},
+        "wide": {"config": tiny_config(hidden_size=256, intermediate_size=512, vocab_size=300)},  # oneDNN's, where it is there
     }[request.param]
     return options, {name: trained([name], "one by one", **options)[name] for name in TENANTS}
 
