@@ -178,7 +178,7 @@ def matmuls(data: list[list[Row]], turns: int) -> float:
     tokens = sum(len(row["input_ids"]) for row in rows)
     labelled = sum(label != -100 for row in rows for label in row["labels"])
     total = 0.0
-    for (out, into), count, times in [(shape, tokens, sizes.num_hidden_layers) for shape in body] + [
+    for (out, into), count, layers in [(shape, tokens, sizes.num_hidden_layers) for shape in body] + [
         ((WORDS, wide), labelled, 1)
     ]:
         weight, x, g = torch.randn(out, into), torch.randn(count, into), torch.randn(min(count, CHUNK), out)
@@ -190,7 +190,7 @@ def matmuls(data: list[list[Row]], turns: int) -> float:
                 linear(part, weight)
                 times(g[: len(part)], weight)
             spent.append(time.process_time() - began)
-        total += min(spent) * times
+        total += min(spent) * layers
     return total
 
 
