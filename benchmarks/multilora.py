@@ -34,7 +34,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from twinkle_core.ops.matmul import kernel, linear
+from twinkle_core.ops.matmul import kernel, linear, times
 from twinkle_multilora.engine import CHUNK
 from twinkle_multilora.model import MultiLoraTransformersModel
 from twinkle_transformers.model import TransformersModel
