@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from twinkle_core.errors import DataError
-from twinkle_core.templates.messages import DETAIL, MARKS
+from twinkle_core.templates.messages import DETAIL, MARKS, THOUGHTS
 from twinkle_core.types import Message, Trajectory
 
 Row = Mapping[str, Any]
@@ -94,7 +94,7 @@ class ShareGPTProcessor:
         content = turn.get("value", turn.get("content"))
         if not isinstance(role, str) or role not in self.ROLES:
             raise DataError.value(_name(self), f"the role of turn {index}", role, f"one of {', '.join(self.ROLES)}")
-        if content is None and not turn.get("tool_calls") and not turn.get("reasoning_content"):
+        if content is None and not any(turn.get(key) for key in ("tool_calls", *THOUGHTS)):
             raise DataError.keys(f"{_name(self)}, turn {index},", ("value",), turn, "('content' would do too.)")
         if self.ROLES[role] != "function_call":
             return _tidy({**{k: v for k, v in turn.items() if k in _KEYS}, "role": self.ROLES[role], "content": content})
@@ -132,7 +132,7 @@ class MessagesProcessor:
         return _with_tools({"messages": tidy}, row, self)
 
 
-_KEYS = frozenset(("role", "content", "tool_calls", "tool_call_id", "reasoning_content", "name", *MARKS, DETAIL))
+_KEYS = frozenset(("role", "content", "tool_calls", "tool_call_id", "name", *THOUGHTS, *MARKS, DETAIL))
 _CARRIED = ("images", "videos", "audios", "user_data")
 
 

@@ -93,18 +93,18 @@ class Locator:
         self._render = render
         self._boundaries = boundaries
         self.marker = Marker(nonce)
-        self._special = _any_of(special)
+        self._special, self.added = _any_of(special), _any_of(added)
         self._skeletons: dict[str, _Skeleton] = {}
         self._prompts: dict[str, str] = {}
-        self.surplus = ""
+        self.surplus = self._last = ""
         self._complete: dict[str, bool] = {}
         self._asks: dict[str, bool] = {}
-        self.end, self.stop, self.header, self.asker = self._probe(_any_of(added), eos)
+        self.end, self.stop, self.header, self.asker = self._probe(self.added, eos)
 
     def _probe(self, added: re.Pattern[str], eos: str | None) -> tuple[str, str, str, str]:
         """The end token of an assistant's turn ('' if there is none), the next role's token that stands for it then, the
         generation prompt after a user's turn, and what a user's turn begins with. Sets ``surplus``: the generation prompt that
-        a template writes after the last answer too, asked for or not.
+        a template writes after the last answer too, asked for or not; and ``_last``: the end token that only the last one has.
         """
         mark = self.marker.mark
         talk: list[Turn] = [{"role": "user", "content": mark(0)}, {"role": "assistant", "content": mark(1)}]
@@ -130,6 +130,8 @@ class Locator:
             self.surplus = over
             after[0] = after[0].removesuffix(over)
             end = end if token else ""
+        if not end and eos and after[0].startswith(eos):
+            self._last = eos
         role = None if end or self._special.search(after[0]) else self._special.search(after[1])
         if not end and not role and not self._special.search(after[0]):
             get_logger("templates").warning(
@@ -394,6 +396,8 @@ class Locator:
                 way = f"the chat template writes more after the token {token.group()!r}, so what ends it can't be told"
                 raise TemplateError.at(turn, "assistant", way)
             stops = follower not in _NEVER_ASKED or token.group() == self.stop
+            if self._last and "tool_calls" not in message:  # gpt-oss writes <|end|> where the model wrote <|return|>
+                stops = token.group() == self._last
             return token.end() if stops else token.start()
         if final:
             return len(literal.rstrip())

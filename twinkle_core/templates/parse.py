@@ -11,6 +11,38 @@ from twinkle_core.types import Message
 
 
 @dataclass(frozen=True, slots=True)
+class Frame:
+    """The tokens around a thought and around an answer of a model that writes others than ``<think>``; '' where none are.
+
+    Attributes:
+        before_thought, after_thought: around a thought. Without the first its prompt has begun it.
+        header: may stand before an answer that comes after a thought.
+        before, after: around the answer.
+    """
+
+    before_thought: str = ""
+    after_thought: str = ""
+    header: str = ""
+    before: str = ""
+    after: str = ""
+
+    def take_off(self, text: str) -> tuple[str, str]:
+        """The thought, and the answer. A thought that was cut off has no answer."""
+        thoughts: list[str] = []
+        text = text.strip()
+        while self.after_thought and text.startswith(self.before_thought):
+            if not self.before_thought and (thoughts or (self.before and text.startswith(self.before))):
+                break
+            thought, closed, text = text.removeprefix(self.before_thought).partition(self.after_thought)
+            thoughts.append(thought.strip())
+            text = text.removeprefix(self.header).strip() if closed else ""
+        if self.before and text.startswith(self.before):
+            before, _, after = text.removeprefix(self.before).partition(self.after or "\0")
+            text = before + after
+        return "\n".join(filter(None, thoughts)), text
+
+
+@dataclass(frozen=True, slots=True)
 class Manner:
     """How a model answers.
 
@@ -18,11 +50,13 @@ class Manner:
         ends: tokens that end its turn.
         thinks: it may end a thought that its prompt began.
         begun: its prompt has begun a thought.
+        frame: what it writes in place of ``<think>``, and around an answer.
     """
 
     ends: tuple[str, ...] = ()
     thinks: bool = False
     begun: bool = False
+    frame: Frame = Frame()
 
 
 def read(text: str, manner: Manner, form: str | None, schema: Schema) -> Message:
@@ -30,6 +64,7 @@ def read(text: str, manner: Manner, form: str | None, schema: Schema) -> Message
     end = min((at for at in (text.find(token) for token in manner.ends if token) if at >= 0), default=len(text))
     text = text[:end]
     message: Message = {"role": "assistant", "content": ""}
+    thought, text = manner.frame.take_off(text)
     before, closed, after = text.partition("</think>")
     opened = before.lstrip().startswith("<think>")
     calls = FORMS[form](text, schema)[1] if form and manner.begun and not closed and not opened else []
@@ -37,8 +72,8 @@ def read(text: str, manner: Manner, form: str | None, schema: Schema) -> Message
     if opened or begun or (closed and manner.thinks):  # a thought that was cut off has no answer
         thought = before.lstrip().removeprefix("<think>").strip()
         text = after
-        if thought:
-            message["reasoning_content"] = thought
+    if thought:
+        message["reasoning_content"] = thought
     if form:
         text, calls = FORMS[form](text, schema)
     message["content"] = text.strip()
