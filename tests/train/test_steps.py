@@ -733,7 +733,7 @@ def test_loss_arguments_that_are_no_numbers(form):
 @pytest.mark.parametrize("form", [torch.tensor, np.array, list, lambda x: [torch.tensor([1.0, v]) for v in x]])
 @pytest.mark.parametrize("masked", [False, True])
 def test_loss_arguments_that_are_not_finite(form, masked):
-    """An infinite one makes NaN of a difference, a step later. -inf is right where a loss says so: of words that are ruled out."""
+    """An infinite one makes NaN of a difference. -inf is right where a loss says so: of words that are ruled out."""
     model, _ = two_words()
 
     def scaled(inputs, outputs, *, weights, factor=1.0):
@@ -749,7 +749,9 @@ def test_loss_arguments_that_are_not_finite(form, masked):
         model.forward_backward(rows, weights=form([1.0, -math.inf if masked else 1.0, math.nan]))
     given = form([1.0, -math.inf, 2.0])
     if not masked:
-        with pytest.raises(BadArgument, match="weights=-inf.*entry 1 is not; a loss that takes -inf names the argument in its"):
+        with pytest.raises(
+            BadArgument, match=r"weights=-inf.*entry 1 is not; a loss that takes -inf names the argument in its"
+        ):
             model.forward_backward(rows, weights=given)
     assert model.engine.calls == []
     model.forward_backward(rows, weights=given if masked else form([1.0, 2.0, 3.0]), factor=math.inf)  # a bound, not data

@@ -46,8 +46,8 @@ class FunctionLoss(Loss):
     """A plain function ``(inputs, outputs, **loss_args)`` as a loss.
 
     It returns a scalar tensor, which counts as the mean of a micro-batch (weight 1, scope ``batch``), or ``LossOutput``. It may
-    carry the attributes ``needs``, ``scope``, ``token_local``, ``masked_args`` and ``groups`` of a Loss; without ``needs`` it gets
-    ``logits``.
+    carry the attributes ``needs``, ``scope``, ``token_local``, ``masked_args`` and ``groups`` of a Loss; without ``needs`` it
+    gets ``logits``.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
