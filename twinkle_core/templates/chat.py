@@ -143,7 +143,7 @@ class ChatTemplate(TextTemplate):
             raise TemplateError.prompt()
         text = self._shown(messages, tools, add_generation_prompt)
         if add_generation_prompt:
-            self._locator.check_tools(tools, text, messages, prompt=True)
+            self._locator.check_prompt(messages, tools, text)
             return text, []
         text, spans = self._stopped(messages, text, self._spans(messages, tools, text))
         return text, self._asked_for(messages, spans, silent)
@@ -252,10 +252,15 @@ class ChatTemplate(TextTemplate):
     def _plain_text(self, row: Mapping[str, Any]) -> str:
         text = row.get("text") if isinstance(row, Mapping) else None
         if text is None:
-            messages, _, silent = normalise(row, default_system=None, enable_thinking=True, style=Style(thought=None))
+            messages, tools, silent = normalise(row, default_system=None, enable_thinking=True, style=Style(thought=None))
             if any(messages[turn]["role"] == "assistant" for turn in silent):
                 raise TemplateError.plain_marks()
-            text = "\n".join(m["content"] for m in messages if isinstance(m["content"], str))
+            for turn, message in enumerate(messages):
+                if "tool_calls" in message or not isinstance(message["content"], str):
+                    raise TemplateError.plain_part(turn, message["role"], "a call" if "tool_calls" in message else "a part")
+            if tools is not None:
+                raise TemplateError.tools(len(tools))
+            text = "\n".join(m["content"] for m in messages)
         if not isinstance(text, str):
             raise TemplateError.argument("text", text, "a plain-text row holds a text")
         return text

@@ -169,6 +169,18 @@ class Locator:
             self.check_tools(tools, shown, marked)
             _remember(self._complete, key, True)
 
+    def check_prompt(self, messages: Sequence[Turn], tools: list[Any] | None, text: str) -> None:
+        """Raise TemplateError where ``text``, the prompt after these messages, leaves out a message, a call or the tools.
+        It may leave out thoughts."""
+        marker = self._marker_for(text)
+        marked, parts = marker.replace(messages)
+        key = json.dumps([marked, tools, "prompt"], default=repr)
+        if key not in self._complete:
+            shown = self._render(marked, tools, True)
+            self._check_present(messages, parts, set(marker.split(shown)[1]), len(messages))
+            self.check_tools(tools, shown, marked, prompt=True)
+            _remember(self._complete, key, True)
+
     def check_tools(self, tools: list[Any] | None, text: str, messages: Sequence[Turn], prompt: bool = False) -> None:
         """Raise TemplateError where ``text``, the rendering of the messages with these tools, shows nothing of them."""
         if tools and text == self._render(messages, None, prompt):
@@ -320,7 +332,10 @@ class Locator:
         if len(present) != len(order):
             turn = next(parts[n].turn for n in order if order.count(n) > 1)
             raise TemplateError.at(turn, messages[turn]["role"], "the chat template writes its text twice")
-        asked = self.last_question(messages)
+        self._check_present(messages, parts, present, self.last_question(messages))
+
+    def _check_present(self, messages: Sequence[Turn], parts: Sequence[Part], present: set[int], asked: int) -> None:
+        """``asked``: thoughts of turns before it may be missing."""
         for number, part in enumerate(parts):
             if number in present or (part.kind == "thought" and part.turn < asked):
                 continue
@@ -331,7 +346,7 @@ class Locator:
                 f"the chat template leaves out its {what}; what the model does not see can't be trained. Move or remove it.",
             )
         for turn, message in enumerate(messages):
-            if message["role"] == "assistant" and not any(parts[number].turn == turn for number in order):
+            if message["role"] == "assistant" and not any(parts[number].turn == turn for number in present):
                 raise TemplateError.at(turn, "assistant", "the chat template shows nothing of it")
 
     def _head(
