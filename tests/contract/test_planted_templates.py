@@ -402,6 +402,16 @@ class ForgetsTheOthers(Right):
         return row
 
 
+class PromptsWithoutCalls(Right):
+    """Training is held to what was said, prompts are not."""
+
+    def encode(self, trajectory, *, add_generation_prompt=False):
+        if add_generation_prompt:
+            told = [{k: v for k, v in m.items() if k != "tool_calls"} for m in trajectory["messages"]]
+            trajectory = {**trajectory, "messages": told}
+        return super().encode(trajectory, add_generation_prompt=add_generation_prompt)
+
+
 NO, YES, REFUSES = (
     "test_a_marked_answer_is_not_trained",
     "test_a_mark_that_says_yes_changes_nothing",
@@ -456,12 +466,13 @@ def test_the_right_one_passes(caught):
         (CutsWithALabel, {"test_truncation"}),
         (LeavesOutWhatItRefuses, {"test_batches_are_single_rows"}),
         (SaysNone, {SAID}),
-        (LeavesOutCalls, {SAID}),
+        (LeavesOutCalls, {SAID, "test_a_prompt_shows_what_was_said_or_is_refused"}),
         (TheLastOfARoleSpeaks, {SAID}),
         (FailsAsPythonDoes, {SAID, "test_check_says_what_encode_does"}),
         (ParsesNoSilence, {PARSES}),
         (SaysTheWholeLength, {"test_truncation"}),
         (Sorts, {"test_batches_are_single_rows"}),
+        (PromptsWithoutCalls, {"test_a_prompt_shows_what_was_said_or_is_refused"}),
         (SeesNoMarks, {NO, REFUSES}),
         (SeesOneMark, {NO, REFUSES}),
         (RoundsMarks, {REFUSES}),

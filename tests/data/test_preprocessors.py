@@ -6,7 +6,9 @@ import pytest
 
 from twinkle_core.data.dataset import Dataset
 from twinkle_core.data.preprocessors import AlpacaProcessor, MessagesProcessor, SelfCognitionProcessor, ShareGPTProcessor
-from twinkle_core.errors import DataError
+from twinkle_core.errors import DataError, TemplateError
+from twinkle_core.templates.chat import ChatTemplate
+from twinkle_core.testing.tokenizers import chatml_tokenizer
 
 
 def test_self_cognition_fills_in_the_names():
@@ -133,3 +135,16 @@ def test_two_system_messages_of_a_row(name):
     told = r"[Rr]ow 1[\s\S]*'system' is 'be kind', not the same as the conversation's own system message, which is 'be brief'"
     with pytest.raises(DataError, match=told):
         first(row([own, asked], system="be kind"))
+
+
+def test_what_a_row_has_beside_its_texts_is_kept():
+    row = {"instruction": "i", "output": "o", "images": ["a.png"], "tools": '[{"name": "f"}]'}
+    made = AlpacaProcessor()(row)
+    assert made["images"] == ["a.png"] and made["tools"] == [{"name": "f"}] and len(made["messages"]) == 2
+
+
+def test_an_old_call_of_a_turn_reaches_the_template_which_refuses_it():
+    turn = {"role": "assistant", "content": "I look.", "function_call": {"name": "f", "arguments": "{}"}}
+    made = ShareGPTProcessor()({"messages": [{"role": "user", "content": "q"}, turn]})
+    with pytest.raises(TemplateError, match="'function_call' is the old form of a call"):
+        ChatTemplate(chatml_tokenizer()).encode(made)

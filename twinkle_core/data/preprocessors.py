@@ -38,7 +38,8 @@ class SelfCognitionProcessor:
 
 
 class AlpacaProcessor:
-    """Rows ``instruction``, ``input`` (may be absent or empty), ``output``, and optionally ``system`` and ``history`` (pairs).
+    """Rows ``instruction``, ``input`` (may be absent or empty), ``output``, and optionally ``system``, ``history`` (pairs),
+    ``tools``, images and videos.
 
     Args:
         system: a system message for rows that bring none.
@@ -52,7 +53,8 @@ class AlpacaProcessor:
         given = row.get("input") or ""
         question = f"{instruction}\n{given}" if given else instruction
         history = history_of(self, row)
-        return _conversation(row.get("system") or self.system, *history, ("user", question), ("assistant", output))
+        made = _conversation(row.get("system") or self.system, *history, ("user", question), ("assistant", output))
+        return _with_tools(made, row, self)
 
 
 class ShareGPTProcessor:
@@ -128,7 +130,8 @@ class MessagesProcessor:
         return _with_tools({"messages": _with_system(self, [_tidy(m) for m in messages], row)}, row, self)
 
 
-_KEYS = frozenset(("role", "content", "tool_calls", "tool_call_id", "name", *THOUGHTS, *MARKS, DETAIL))
+#: of a turn; ``function_call`` for templates to refuse it, as they do everywhere
+_KEYS = frozenset(("role", "content", "tool_calls", "tool_call_id", "function_call", "name", *THOUGHTS, *MARKS, DETAIL))
 _CARRIED = ("images", "videos", "audios", "user_data")
 
 
