@@ -33,6 +33,11 @@ BEGUN = (  # the prompt begins the thought
     "<|START_TEXT|>{{ m.content }}<|END_TEXT|>{% else %}<|{{ m.role }}|>{{ m.content }}{% endif %}<|END|>{% endfor %}"
     "{% if add_generation_prompt %}<|bot|><|START_THINKING|>{% endif %}"
 )
+ONE_END = (  # one token ends thoughts and turns
+    "{% for m in messages %}<|begin|>{{ m.role }}{% if m.reasoning is defined %}<|think|>{{ m.reasoning }}<|end|>"
+    "<|begin|>assistant{% endif %}<|content|>{{ m.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|begin|>assistant{% endif %}"
+)
 OF_CHANNELS = ["<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|call|>"]
 OF_COMMAND = [f"<|START_{word}|>" for word in ("THINKING", "ACTION", "RESPONSE", "OF_TURN_TOKEN")] + [
     *(f"<|END_{word}|>" for word in ("THINKING", "ACTION", "RESPONSE")),
@@ -51,6 +56,10 @@ def command(**options):
 
 def begun(**options):
     return ChatTemplate(toys.chat_tokenizer(BEGUN, OF_BEGUN, eos="<|END|>"), **options)
+
+
+def one_end(**options):
+    return ChatTemplate(toys.chat_tokenizer(ONE_END, ["<|begin|>", "<|think|>", "<|content|>"], eos="<|end|>"), **options)
 
 
 def talk(*answers):
@@ -139,6 +148,8 @@ CALL = {"type": "function", "function": {"name": "f", "arguments": {"city": "Ber
         (command, {"content": "", "tool_calls": [{"id": "0", **CALL}, {"id": "1", **CALL}]}),
         (command, {"content": "", "reasoning_content": "r", "tool_calls": [{"id": "0", **CALL}]}),
         (begun, {"content": "yo", "reasoning_content": "r"}),
+        (one_end, {"content": "yo"}),
+        (one_end, {"content": "yo", "reasoning_content": "r"}),
     ],
 )
 def test_what_is_rendered_is_read_back(build, answer):
@@ -167,6 +178,8 @@ def test_what_is_rendered_is_read_back(build, answer):
         (command, "<|START_ACTION|>[{}]<|END_ACTION|>", {"content": "<|START_ACTION|>[{}]<|END_ACTION|>"}),
         (command, '<|START_ACTION|>[{"tool_name": "f", "parameters": {}}]', None),
         (begun, "cut", {"content": "", "reasoning_content": "cut"}),
+        (one_end, "<|think|>r<|end|>", {"content": "", "reasoning_content": "r"}),
+        (one_end, "<|content|>yo<|end|><|begin|>user", {"content": "yo"}),
     ],
 )
 def test_parse(build, text, message):

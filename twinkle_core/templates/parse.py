@@ -26,8 +26,8 @@ class Frame:
     before: str = ""
     after: str = ""
 
-    def take_off(self, text: str) -> tuple[str, str]:
-        """The thought, and the answer. A thought that was cut off has no answer."""
+    def thought(self, text: str) -> tuple[str, str]:
+        """The thought, and what comes after it: nothing, where it was cut off."""
         thoughts: list[str] = []
         text = text.strip()
         while self.after_thought and text.startswith(self.before_thought):
@@ -36,10 +36,14 @@ class Frame:
             thought, closed, text = text.removeprefix(self.before_thought).partition(self.after_thought)
             thoughts.append(thought.strip())
             text = text.removeprefix(self.header).strip() if closed else ""
-        if self.before and text.startswith(self.before):
-            before, _, after = text.removeprefix(self.before).partition(self.after or "\0")
-            text = before + after
         return "\n".join(filter(None, thoughts)), text
+
+    def answer(self, text: str) -> str:
+        """An answer without the tokens around it."""
+        if not self.before or not text.startswith(self.before):
+            return text
+        before, _, after = text.removeprefix(self.before).partition(self.after or "\0")
+        return before + after
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +65,10 @@ class Manner:
 
 def read(text: str, manner: Manner, form: str | None, schema: Schema) -> Message:
     """An assistant's message. Where ``form`` is None, what looks like a call is text."""
-    end = min((at for at in (text.find(token) for token in manner.ends if token) if at >= 0), default=len(text))
-    text = text[:end]
+    both = manner.frame.after_thought in manner.ends  # one token ends a thought and a turn
+    thought, text = manner.frame.thought(text if both else _cut(text, manner))
+    text = manner.frame.answer(_cut(text, manner))
     message: Message = {"role": "assistant", "content": ""}
-    thought, text = manner.frame.take_off(text)
     before, closed, after = text.partition("</think>")
     opened = before.lstrip().startswith("<think>")
     calls = FORMS[form](text, schema)[1] if form and manner.begun and not closed and not opened else []
@@ -80,6 +84,11 @@ def read(text: str, manner: Manner, form: str | None, schema: Schema) -> Message
     if calls:
         message["tool_calls"] = calls
     return message
+
+
+def _cut(text: str, manner: Manner) -> str:
+    """Up to the token that ends the turn."""
+    return text[: min((at for at in (text.find(token) for token in manner.ends if token) if at >= 0), default=len(text))]
 
 
 def reads_back(text: str, manner: Manner, name: str, arguments: dict[str, str]) -> Iterable[str]:
