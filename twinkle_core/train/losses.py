@@ -126,7 +126,7 @@ def check_args(loss: Loss, loss_args: Mapping[str, Any]) -> None:
         found = _no_number(value, -math.inf if name in loss.masked_args else None)
         if found is not None and math.isnan(found[1]):
             raise BadArgument(name, math.nan, f"numbers, and entry {found[0]} is none")
-        if found is not None and (isinstance(value, (list, tuple)) or getattr(value, "ndim", 0)):  # one inf alone is a bound
+        if found is not None and (isinstance(value, (list, tuple)) or len(getattr(value, "shape", "")) > 0):  # alone: a bound
             way = "" if found[1] > 0 else "; a loss that takes -inf names the argument in its masked_args"
             raise BadArgument(name, found[1], f"finite numbers, and entry {found[0]} is not{way}")
 
