@@ -257,6 +257,7 @@ entry(
     e.TemplateError.tools(3),
     e.TemplateError.unseen("images", 2),
     e.TemplateError.plain_marks(),
+    e.TemplateError.plain_part(1, "assistant", "a call"),
     e.TemplateError.prompt(),
     e.TemplateError.strategy("truncate", ("raise", "left", "right", "split", "delete")),
     e.TemplateError.argument("max_length", 1, "a whole number from 2 up (one token predicts another)"),

@@ -1,6 +1,6 @@
 """Supervised fine-tuning on the workers of a Ray cluster, driven by one program; with checkpoints to resume from.
 
-pip install twinkle-ray
+pip install -e plugins/twinkle-ray      # in a clone; docs/quickstart.md tells how everything is installed
 python cookbook/transformers/ray_sft.py [--model …] [--workers 2] [--device GPU] [--fsdp N] [--output FOLDER] [--resume FOLDER]
 
 Ray is started on this machine; RAY_ADDRESS=… uses a cluster that runs. Beside the first lines of main nothing differs from a

@@ -343,6 +343,80 @@ class SaysTheWholeLength(Right):
         return [{**row, "length": sum(r["length"] for r in rows)} for row in rows] if isinstance(rows, list) else rows
 
 
+class Marked(Right):
+    """Its marks are others than they were given."""
+
+    def encode(self, trajectory, **kwargs):
+        messages = trajectory["messages"]
+        if isinstance(messages, list) and all(isinstance(m, dict) for m in messages):
+            trajectory = {**trajectory, "messages": [self.read(dict(m)) for m in messages]}
+        return super().encode(trajectory, **kwargs)
+
+
+class SeesNoMarks(Marked):
+    def read(self, message):
+        return {k: v for k, v in message.items() if k not in ("weight", "loss", "train")}
+
+
+class SeesOneMark(Marked):
+    """Of ms-swift's form."""
+
+    def read(self, message):
+        return {k: v for k, v in message.items() if k not in ("weight", "train")}
+
+
+class RoundsMarks(Marked):
+    """Half a weight is one, and of two marks the last counts."""
+
+    def read(self, message):
+        given = [message.pop(key) for key in ("weight", "loss", "train") if key in message]
+        return {**message, **({"weight": int(bool(given[-1]))} if given and message["role"] == "assistant" else {})}
+
+
+class TakesAMarkForNo(Marked):
+    def read(self, message):
+        return {k: False if k in ("weight", "loss", "train") else v for k, v in message.items()}
+
+
+class KeepsTheMarkedEnd(Right):
+    """Of a marked answer the words have no labels, and the end token has."""
+
+    def encode(self, trajectory, **kwargs):
+        row = super().encode(trajectory, **kwargs)
+        if isinstance(row, dict) and "labels" in row and any(m.get("weight") == 0 for m in trajectory["messages"]):
+            ids = row["input_ids"]
+            ends = [t for t in range(len(ids) - 1) if ids[t + 1] == self.tokenizer.eos_token_id]
+            for at in ends[1::2] if trajectory["messages"][0]["role"] == "user" else ends[2::2]:
+                row["labels"][at] = self.tokenizer.eos_token_id
+        return row
+
+
+class ForgetsTheOthers(Right):
+    """One mark, and nothing but the last answer is trained."""
+
+    def encode(self, trajectory, **kwargs):
+        row = super().encode(trajectory, **kwargs)
+        if isinstance(row, dict) and "labels" in row and any("loss" in m for m in trajectory["messages"]):
+            last = max(t for t, label in enumerate(row["labels"]) if label != IGNORE_INDEX)
+            row["labels"][: last - 2] = [IGNORE_INDEX] * (last - 2)
+        return row
+
+
+class PromptsWithoutCalls(Right):
+    """Training is held to what was said, prompts are not."""
+
+    def encode(self, trajectory, *, add_generation_prompt=False):
+        if add_generation_prompt:
+            told = [{k: v for k, v in m.items() if k != "tool_calls"} for m in trajectory["messages"]]
+            trajectory = {**trajectory, "messages": told}
+        return super().encode(trajectory, add_generation_prompt=add_generation_prompt)
+
+
+NO, YES, REFUSES = (
+    "test_a_marked_answer_is_not_trained",
+    "test_a_mark_that_says_yes_changes_nothing",
+    "test_marks_that_can_not_be_followed_are_refused",
+)
 SAID = "test_what_is_said_is_shown_or_refused"
 
 
@@ -361,9 +435,10 @@ def test_the_right_one_passes(caught):
                 "test_an_echo_is_trained_once",
                 "test_a_prompt_is_how_the_row_begins",
                 "test_truncation",
+                NO,
             },
         ),
-        (FindsByText, {"test_an_echo_is_trained_once"}),
+        (FindsByText, {"test_an_echo_is_trained_once", NO}),
         (DoesNotShift, {"test_labels_are_what_comes_next", "test_a_prompt_is_how_the_row_begins", "test_truncation"}),
         (TrainsTheLastTurnOnly, {"test_the_assistants_words_are_trained"}),
         (IgnoresTruncation, {"test_truncation", UNKNOWN}),
@@ -382,7 +457,7 @@ def test_the_right_one_passes(caught):
         (NeverStops, {"test_an_answer_ends_with_a_trained_token"}),
         (TrainsSomeOfTheUser, {"test_nobody_elses_words_are_trained", "test_truncation"}),
         (TrainsTheHeader, {"test_nothing_between_messages_is_trained", "test_a_prompt_is_how_the_row_begins"}),
-        (TrainsTheUsersEnd, {"test_nothing_between_messages_is_trained", "test_a_prompt_is_how_the_row_begins"}),
+        (TrainsTheUsersEnd, {"test_nothing_between_messages_is_trained", "test_a_prompt_is_how_the_row_begins", NO}),
         (PromptsWithoutTheHeader, {"test_a_prompt_is_how_the_row_begins", PARSES}),
         (PromptsThatEnd, {"test_nothing_between_messages_is_trained", "test_a_prompt_is_how_the_row_begins", PARSES}),
         (Strips, {"test_spaces_are_kept"}),
@@ -391,12 +466,19 @@ def test_the_right_one_passes(caught):
         (CutsWithALabel, {"test_truncation"}),
         (LeavesOutWhatItRefuses, {"test_batches_are_single_rows"}),
         (SaysNone, {SAID}),
-        (LeavesOutCalls, {SAID}),
+        (LeavesOutCalls, {SAID, "test_a_prompt_shows_what_was_said_or_is_refused"}),
         (TheLastOfARoleSpeaks, {SAID}),
         (FailsAsPythonDoes, {SAID, "test_check_says_what_encode_does"}),
         (ParsesNoSilence, {PARSES}),
         (SaysTheWholeLength, {"test_truncation"}),
         (Sorts, {"test_batches_are_single_rows"}),
+        (PromptsWithoutCalls, {"test_a_prompt_shows_what_was_said_or_is_refused"}),
+        (SeesNoMarks, {NO, REFUSES}),
+        (SeesOneMark, {NO, REFUSES}),
+        (RoundsMarks, {REFUSES}),
+        (TakesAMarkForNo, {YES, REFUSES}),
+        (KeepsTheMarkedEnd, {NO}),
+        (ForgetsTheOthers, {NO, YES}),
     ],
 )
 def test_a_fault_is_caught_by_the_tests_about_it(caught, template, tests):

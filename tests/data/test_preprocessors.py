@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from twinkle_core.data.dataset import Dataset
 from twinkle_core.data.preprocessors import AlpacaProcessor, MessagesProcessor, SelfCognitionProcessor, ShareGPTProcessor
-from twinkle_core.errors import DataError
+from twinkle_core.errors import DataError, TemplateError
+from twinkle_core.templates.chat import ChatTemplate
+from twinkle_core.testing.tokenizers import chatml_tokenizer
 
 
 def test_self_cognition_fills_in_the_names():
@@ -109,3 +112,39 @@ def test_messages_lose_what_a_typed_file_filled_in():
 def test_what_is_missing_is_named(process, row, text):
     with pytest.raises(DataError, match=text):
         process(row)
+
+
+@pytest.mark.parametrize("name", ["sharegpt", "messages"])
+def test_two_system_messages_of_a_row(name):
+    """Of two that differ one would be left out in silence; the error says which row has them."""
+    own, asked = {"role": "system", "content": "be brief"}, {"role": "user", "content": "q"}
+
+    def row(messages, **more):
+        return {("conversations" if name == "sharegpt" else "messages"): messages, **more}
+
+    def first(given):
+        dataset = Dataset([row([asked]), given])
+        dataset.map(name, system="default")
+        return dataset[1]["messages"][0]["content"], len(dataset[1]["messages"])
+
+    assert first(row([asked])) == ("default", 2)
+    assert first(row([asked], system="be kind")) == ("be kind", 2)
+    assert first(row([own, asked])) == ("be brief", 2)
+    assert first(row([own, asked], system=" be brief\n")) == ("be brief", 2)
+    assert first(row([own, asked], system=None)) == ("be brief", 2)
+    told = r"[Rr]ow 1[\s\S]*'system' is 'be kind', not the same as the conversation's own system message, which is 'be brief'"
+    with pytest.raises(DataError, match=told):
+        first(row([own, asked], system="be kind"))
+
+
+def test_what_a_row_has_beside_its_texts_is_kept():
+    row = {"instruction": "i", "output": "o", "images": ["a.png"], "tools": '[{"name": "f"}]'}
+    made = AlpacaProcessor()(row)
+    assert made["images"] == ["a.png"] and made["tools"] == [{"name": "f"}] and len(made["messages"]) == 2
+
+
+def test_an_old_call_of_a_turn_reaches_the_template_which_refuses_it():
+    turn = {"role": "assistant", "content": "I look.", "function_call": {"name": "f", "arguments": "{}"}}
+    made = ShareGPTProcessor()({"messages": [{"role": "user", "content": "q"}, turn]})
+    with pytest.raises(TemplateError, match="'function_call' is the old form of a call"):
+        ChatTemplate(chatml_tokenizer()).encode(made)

@@ -64,3 +64,28 @@ def test_continuous_integration_runs_the_command_of_the_readme(read):
         "python -m pip install tox && tox run -e tests",
     ]
     assert "python -m pip install tox && tox run -e tests" in (ROOT / ".ci/run").read_text("utf-8")
+
+
+def test_one_page_tells_how_an_index_will_name_what_is_installed_from_a_clone():
+    """No distribution is on an index yet: a page that says `pip install twinkle-…` sends its reader to a stranger's package."""
+    ours = re.compile(r"pip install (?:-U )?'?twinkle-[a-z]")
+    pages = [
+        *ROOT.glob("docs/**/*.md"),
+        *ROOT.glob("*.md"),
+        *ROOT.glob("plugins/*/README.md"),
+        *ROOT.glob("contrib/**/README.md"),
+    ]
+    pages += ROOT.glob("cookbook/**/*.py")
+    told = {page.relative_to(ROOT).as_posix() for page in pages if ours.search(page.read_text("utf-8"))}
+    assert told == {"docs/quickstart.md", "docs/errors.md"}  # errors.md: the texts of errors as they are
+    table = (ROOT / "docs/quickstart.md").read_text("utf-8")
+    named = {
+        name
+        for line in table.splitlines()
+        if line.startswith("| `pip")
+        for name in re.findall(r"twinkle-[a-z-]+", line.split("|")[1])
+    }
+    assert named == {"twinkle-core", *(path.parent.name for path in ROOT.glob("plugins/*/pyproject.toml")), "twinkle-focal"}
+    for folder in re.findall(r"-e ((?:plugins|contrib)/[\w-]+)", table):
+        assert (ROOT / folder / "pyproject.toml").is_file(), folder
+    assert "\n## Install it\n" in table  # what the other pages link to

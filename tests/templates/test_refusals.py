@@ -172,3 +172,69 @@ def test_json_that_python_does_not_read_is_refused(text):
     called = says("assistant", "", tool_calls=[{"function": {"name": "f", "arguments": text}}])
     assert "the arguments of tool call 'f' are not JSON" in template.check({"messages": [TALK[0], called]})
     assert "not JSON" in template.check({"messages": TALK, "tools": text})
+
+
+@pytest.mark.parametrize(
+    ("messages", "told"),
+    [
+        (
+            [
+                {"role": "user", "content": "w?"},
+                {"role": "assistant", "content": "", "tool_calls": [CALL]},
+                {"role": "tool", "content": "sun"},
+            ],
+            r"message 1 \(assistant\): the chat template leaves out its tool call",
+        ),
+        (
+            [{"role": "system", "content": "s"}, {"role": "developer", "content": "d"}, {"role": "user", "content": "q"}],
+            r"message 1 \(developer\): the chat template leaves out its content",
+        ),
+    ],
+)
+def test_a_prompt_shows_all_that_was_said_or_is_refused(messages, told):
+    """A policy would be asked, and trained by rewards, without what its rows say."""
+    shows = toys.CHATML.replace("{{ m['content'] }}", "{{ m['content'] if m['role'] != 'developer' else '' }}")
+    template = ChatTemplate(toys.chatml_tokenizer(shows))
+    with pytest.raises(TemplateError, match=told):
+        template.encode({"messages": messages}, add_generation_prompt=True)
+    assert template.encode({"messages": messages[:1]}, add_generation_prompt=True)
+
+
+def test_a_prompt_may_leave_out_old_thoughts_and_name_a_tool_twice():
+    names = toys.CHATML.replace(
+        "{{ m['content'] }}",
+        "{{ m['content'] }}{% for c in m.tool_calls or [] %}{{ c.function.name }} for {{ c.function.name }}{% endfor %}",
+    )
+    messages = [
+        {"role": "user", "content": "w?"},
+        {"role": "assistant", "content": "", "tool_calls": [CALL]},
+        {"role": "tool", "content": "sun"},
+    ]
+    assert ChatTemplate(toys.chatml_tokenizer(names)).encode({"messages": messages}, add_generation_prompt=True)
+    old = [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": "a", "reasoning_content": "r"},
+        {"role": "user", "content": "p"},
+    ]
+    assert ChatTemplate(toys.thinking_tokenizer()).encode({"messages": old}, add_generation_prompt=True)
+
+
+@pytest.mark.parametrize(
+    ("row", "told"),
+    [
+        (
+            {"messages": [{"role": "assistant", "content": "", "tool_calls": [CALL]}]},
+            r"message 0 \(assistant\): it holds a call that plain",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "audio", "audio": "y"}]}]},
+            r"message 0 \(user\): it holds a part that plain text",
+        ),
+        ({"messages": [{"role": "user", "content": "hi there"}], "tools": [CALL]}, "shows nothing of the row's 'tools'"),
+    ],
+)
+def test_plain_text_leaves_nothing_out(row, told):
+    template = ChatTemplate(toys.chatml_tokenizer(), use_chat_template=False)
+    with pytest.raises(TemplateError, match=told):
+        template.encode(row)
+    assert template.encode({"messages": [{"role": "user", "content": [{"type": "text", "text": "hi there"}]}]})

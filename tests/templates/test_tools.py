@@ -37,6 +37,11 @@ WRITERS = {
     "deepseek_v31": lambda n, a: (
         f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{n}<｜tool▁sep｜>{json.dumps(a)}<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
     ),
+    "cohere": lambda n, a: (
+        "<|START_ACTION|>[\n    "
+        + json.dumps({"tool_call_id": "0", "tool_name": n, "parameters": a}, ensure_ascii=False)
+        + "\n]<|END_ACTION|>"
+    ),
     "llama3": lambda n, a: json.dumps({"name": n, "parameters": a}, ensure_ascii=False),
     "glm4": lambda n, a: f"{n}\n{json.dumps(a, ensure_ascii=False)}",
     "react": lambda n, a: f"Action: {n}\nAction Input: {json.dumps(a, ensure_ascii=False)}",
@@ -63,7 +68,7 @@ def test_each_form_has_a_writer_here():
 @given(name=NAMES, arguments=st.dictionaries(TEXTS, VALUES, max_size=3))
 def test_what_is_written_is_read_back(form, name, arguments):
     rest, calls = FORMS[form](WRITERS[form](name, arguments), {})
-    more = {"id": "abcdefgh1"} if form == "mistral" else {}
+    more = {"mistral": {"id": "abcdefgh1"}, "cohere": {"id": "0"}}.get(form, {})
     assert calls == [call(name, arguments, **more)]
     assert not rest.strip()
 

@@ -730,6 +730,34 @@ def test_loss_arguments_that_are_no_numbers(form):
     assert model.engine.calls == []
 
 
+@pytest.mark.parametrize("form", [torch.tensor, np.array, list, lambda x: [torch.tensor([1.0, v]) for v in x]])
+@pytest.mark.parametrize("masked", [False, True])
+def test_loss_arguments_that_are_not_finite(form, masked):
+    """An infinite one makes NaN of a difference. -inf is right where a loss says so: of words that are ruled out."""
+    model, _ = two_words()
+
+    def scaled(inputs, outputs, *, weights, factor=1.0):
+        return outputs.logits.sum() * 1.0
+
+    if masked:
+        scaled.masked_args = {"weights"}
+    model.set_loss(scaled)
+    rows = [row([0]), row([1]), row([1])]
+    with pytest.raises(BadArgument, match="weights=inf: it must be finite numbers, and entry 1 is not"):
+        model.forward_backward(rows, weights=form([-math.inf if masked else 1.0, math.inf, 2.0]))
+    with pytest.raises(BadArgument, match="weights=nan: it must be numbers, and entry 2 is none"):
+        model.forward_backward(rows, weights=form([1.0, -math.inf if masked else 1.0, math.nan]))
+    given = form([1.0, -math.inf, 2.0])
+    if not masked:
+        with pytest.raises(
+            BadArgument, match=r"weights=-inf.*entry 1 is not; a loss that takes -inf names the argument in its"
+        ):
+            model.forward_backward(rows, weights=given)
+    assert model.engine.calls == []
+    model.forward_backward(rows, weights=given if masked else form([1.0, 2.0, 3.0]), factor=math.inf)  # a bound, not data
+    assert len(model.engine.calls) == 1
+
+
 def test_loss_arguments_of_the_rows_length_are_cut_with_the_rows():
     model, _ = two_words()
     got = []

@@ -24,6 +24,8 @@ class Loss(ABC):
       row may call it on their slices.
     * ``required_args``: loss arguments that have a default in the signature, and with the settings of this object can't be done
       without (reference logps, where a KL term is on). They are asked for before anything runs.
+    * ``masked_args``: loss arguments whose entries may be -inf, as logits of words that are ruled out. Everywhere else an entry
+      that is not finite is refused before anything runs, a NaN and +inf always.
     * ``collective``: True where its call meets the other data ranks. It then has a keyword ``ranks``, which twinkle fills in
       (``twinkle_core.ops.gather.Ranks``), and is called on a rank without rows too, so that nobody waits in vain: with a
       row whose labels are all -100.
@@ -33,6 +35,7 @@ class Loss(ABC):
     scope: ClassVar[Scope] = "token"
     token_local: ClassVar[bool] = False
     required_args: ClassVar[frozenset[str]] = frozenset()
+    masked_args: ClassVar[frozenset[str]] = frozenset()
     collective: ClassVar[bool] = False
 
     def groups(self, rows: Sequence[InputFeature]) -> list[int]:

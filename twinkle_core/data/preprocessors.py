@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from twinkle_core.errors import DataError
-from twinkle_core.templates.messages import DETAIL, MARKS
+from twinkle_core.templates.messages import DETAIL, MARKS, THOUGHTS
 from twinkle_core.types import Message, Trajectory
 
 Row = Mapping[str, Any]
@@ -38,7 +38,8 @@ class SelfCognitionProcessor:
 
 
 class AlpacaProcessor:
-    """Rows ``instruction``, ``input`` (may be absent or empty), ``output``, and optionally ``system`` and ``history`` (pairs).
+    """Rows ``instruction``, ``input`` (may be absent or empty), ``output``, and optionally ``system``, ``history`` (pairs),
+    ``tools``, images and videos.
 
     Args:
         system: a system message for rows that bring none.
@@ -52,7 +53,8 @@ class AlpacaProcessor:
         given = row.get("input") or ""
         question = f"{instruction}\n{given}" if given else instruction
         history = history_of(self, row)
-        return _conversation(row.get("system") or self.system, *history, ("user", question), ("assistant", output))
+        made = _conversation(row.get("system") or self.system, *history, ("user", question), ("assistant", output))
+        return _with_tools(made, row, self)
 
 
 class ShareGPTProcessor:
@@ -60,7 +62,8 @@ class ShareGPTProcessor:
 
     The roles human, user, gpt, assistant, bing, chatgpt, system, tool, observation, function_call are known; a
     ``function_call``'s text ``{"name", "arguments"}`` becomes a tool call. ``system`` and ``tools`` of the row are taken, and
-    of a turn the marks ``weight``, ``loss`` and ``train``, with which templates leave it untrained.
+    of a turn the marks ``weight``, ``loss`` and ``train``, with which templates leave it untrained. A row whose ``system`` is
+    another than that of its conversation is refused.
 
     Args:
         system: a system message for rows that bring none.
@@ -82,10 +85,7 @@ class ShareGPTProcessor:
         if not isinstance(turns, Sequence) or isinstance(turns, str) or not turns:
             raise DataError.value(_name(self), "the conversation", turns, "a list of turns")
         messages = [self._message(index, turn) for index, turn in enumerate(turns)]
-        system = row.get("system") or self.system
-        if system and messages[0]["role"] != "system":
-            messages.insert(0, {"role": "system", "content": system})
-        return _with_tools({"messages": messages}, row, self)
+        return _with_tools({"messages": _with_system(self, messages, row)}, row, self)
 
     def _message(self, index: int, turn: Any) -> Message:
         if not isinstance(turn, Mapping):
@@ -94,7 +94,7 @@ class ShareGPTProcessor:
         content = turn.get("value", turn.get("content"))
         if not isinstance(role, str) or role not in self.ROLES:
             raise DataError.value(_name(self), f"the role of turn {index}", role, f"one of {', '.join(self.ROLES)}")
-        if content is None and not turn.get("tool_calls") and not turn.get("reasoning_content"):
+        if content is None and not any(turn.get(key) for key in ("tool_calls", *THOUGHTS)):
             raise DataError.keys(f"{_name(self)}, turn {index},", ("value",), turn, "('content' would do too.)")
         if self.ROLES[role] != "function_call":
             return _tidy({**{k: v for k, v in turn.items() if k in _KEYS}, "role": self.ROLES[role], "content": content})
@@ -108,7 +108,8 @@ class ShareGPTProcessor:
 
 
 class MessagesProcessor:
-    """Rows that hold ``messages`` in the chat format already. Keys that a typed file filled with None are taken out.
+    """Rows that hold ``messages`` in the chat format already. Keys that a typed file filled with None are taken out. ``system``
+    of the row is taken; one that is another than that of the messages is refused.
 
     Args:
         system: a system message for rows that bring none.
@@ -126,13 +127,11 @@ class MessagesProcessor:
         for index, message in enumerate(messages):
             if not isinstance(message, Mapping) or not message.get("role"):
                 raise DataError.value(_name(self), f"message {index}", message, "a mapping with 'role' and 'content'")
-        tidy = [_tidy(m) for m in messages]
-        if self.system and tidy[0]["role"] != "system":
-            tidy.insert(0, {"role": "system", "content": self.system})
-        return _with_tools({"messages": tidy}, row, self)
+        return _with_tools({"messages": _with_system(self, [_tidy(m) for m in messages], row)}, row, self)
 
 
-_KEYS = frozenset(("role", "content", "tool_calls", "tool_call_id", "reasoning_content", "name", *MARKS, DETAIL))
+#: of a turn; ``function_call`` for templates to refuse it, as they do everywhere
+_KEYS = frozenset(("role", "content", "tool_calls", "tool_call_id", "function_call", "name", *THOUGHTS, *MARKS, DETAIL))
 _CARRIED = ("images", "videos", "audios", "user_data")
 
 
@@ -179,6 +178,19 @@ def _is_chinese(row: Row, text: str) -> bool:
 def _conversation(system: str | None, *turns: tuple[str, str]) -> Trajectory:
     before: list[Message] = [{"role": "system", "content": system}] if system else []
     return {"messages": before + [{"role": role, "content": content} for role, content in turns]}
+
+
+def _with_system(processor: ShareGPTProcessor | MessagesProcessor, messages: list[Message], row: Row) -> list[Message]:
+    """The conversation with its row's system message before it, else with the processor's."""
+    given = row.get("system")
+    if messages[0]["role"] != "system":
+        told = given or processor.system
+        return [{"role": "system", "content": told}, *messages] if told else messages
+    own = messages[0].get("content")
+    if given and str(given).strip() != str(own).strip():
+        ways = f"the same as the conversation's own system message, which is {own!r:.80} (or remove one of the two)"
+        raise DataError.value(_name(processor), "'system'", given, ways)
+    return messages
 
 
 def _tidy(message: Mapping[str, Any]) -> Message:

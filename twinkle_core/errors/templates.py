@@ -60,6 +60,13 @@ class TemplateError(TwinkleError, ValueError):
         )
 
     @classmethod
+    def plain_part(cls, turn: int, role: str, what: str) -> TemplateError:
+        way = (
+            f"it holds {what} that plain text (use_chat_template=False) has no place for. Remove it, or give the row as 'text'"
+        )
+        return cls.at(turn, role, way)
+
+    @classmethod
     def prompt(cls) -> TemplateError:
         return cls("add_generation_prompt is for a conversation that waits for an answer; this one ends with the assistant.")
 

@@ -50,6 +50,7 @@ class GKDLoss(Loss):
 
     needs = frozenset({"logits", "labels"})
     scope = "token"
+    masked_args = frozenset({"teacher_logits", "teacher_topk_logps"})
 
     def __init__(self, beta: float = 0.5, temperature: float = 1.0, top_k: int | None = None, add_tail: bool = True) -> None:
         self.beta = settings.number(self, "beta", beta, least=0, most=1)

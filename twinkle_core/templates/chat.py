@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 from twinkle_core.errors import NoChatTemplate, NoLabels, TemplateError
@@ -90,18 +91,21 @@ class ChatTemplate(TextTemplate):
         locator = Locator(self._render, self._token_ends, special, [*special, *added], self.tokenizer.eos_token)
         self._locator, self._surplus, marker = locator, locator.surplus, locator.marker
         begun = locator.header.rstrip().endswith("<think>")
-        manner = parse.Manner((locator.end, locator.stop, self.tokenizer.eos_token or ""), "</think>" in text, begun)
+        ends = (locator.end, locator.stop, self.tokenizer.eos_token or "")
+        key = manners.thought_key(self._render, marker, text)
+        frame = manners.frame(self._render, marker, key, locator.header, locator.added, ends)
+        manner = parse.Manner(ends, "</think>" in text, begun, frame)
         content, as_text, form = manners.call_style(self._render, marker, self._token_ends, manner)
-        inline = "reasoning_content" not in text
         self._style = Style(
-            inline_thoughts=inline,
-            shielded=inline and self.enable_thinking and manners.cuts_thoughts(self._render, marker),
+            thought=key,
+            tags=key is None or "</think>" in text,
+            shielded=key is None and self.enable_thinking and manners.cuts_thoughts(self._render, marker),
             call_content=content,
             text_arguments=as_text,
             system=manners.system_place(self._render, marker),
         )
         self._call_stop = locator.role_token(manners.call_stop(self._render, marker, self._style)) if locator.stop else ""
-        self._manner = parse.Manner((*manner.ends, self._call_stop), manner.thinks, manner.begun)
+        self._manner = replace(manner, ends=(*manner.ends, self._call_stop))
         self.tool_format = self.tool_format or form
 
     # ------------------------------------------------------------------------------------------------ encoding
@@ -139,7 +143,7 @@ class ChatTemplate(TextTemplate):
             raise TemplateError.prompt()
         text = self._shown(messages, tools, add_generation_prompt)
         if add_generation_prompt:
-            self._locator.check_tools(tools, text, messages, prompt=True)
+            self._locator.check_prompt(messages, tools, text)
             return text, []
         text, spans = self._stopped(messages, text, self._spans(messages, tools, text))
         return text, self._asked_for(messages, spans, silent)
@@ -248,10 +252,15 @@ class ChatTemplate(TextTemplate):
     def _plain_text(self, row: Mapping[str, Any]) -> str:
         text = row.get("text") if isinstance(row, Mapping) else None
         if text is None:
-            messages, _, silent = normalise(row, default_system=None, enable_thinking=True, style=Style(inline_thoughts=True))
+            messages, tools, silent = normalise(row, default_system=None, enable_thinking=True, style=Style(thought=None))
             if any(messages[turn]["role"] == "assistant" for turn in silent):
                 raise TemplateError.plain_marks()
-            text = "\n".join(m["content"] for m in messages if isinstance(m["content"], str))
+            for turn, message in enumerate(messages):
+                if "tool_calls" in message or not isinstance(message["content"], str):
+                    raise TemplateError.plain_part(turn, message["role"], "a call" if "tool_calls" in message else "a part")
+            if tools is not None:
+                raise TemplateError.tools(len(tools))
+            text = "\n".join(m["content"] for m in messages)
         if not isinstance(text, str):
             raise TemplateError.argument("text", text, "a plain-text row holds a text")
         return text

@@ -93,18 +93,18 @@ class Locator:
         self._render = render
         self._boundaries = boundaries
         self.marker = Marker(nonce)
-        self._special = _any_of(special)
+        self._special, self.added = _any_of(special), _any_of(added)
         self._skeletons: dict[str, _Skeleton] = {}
         self._prompts: dict[str, str] = {}
-        self.surplus = ""
+        self.surplus = self._last = ""
         self._complete: dict[str, bool] = {}
         self._asks: dict[str, bool] = {}
-        self.end, self.stop, self.header, self.asker = self._probe(_any_of(added), eos)
+        self.end, self.stop, self.header, self.asker = self._probe(self.added, eos)
 
     def _probe(self, added: re.Pattern[str], eos: str | None) -> tuple[str, str, str, str]:
         """The end token of an assistant's turn ('' if there is none), the next role's token that stands for it then, the
         generation prompt after a user's turn, and what a user's turn begins with. Sets ``surplus``: the generation prompt that
-        a template writes after the last answer too, asked for or not.
+        a template writes after the last answer too, asked for or not; and ``_last``: the end token that only the last one has.
         """
         mark = self.marker.mark
         talk: list[Turn] = [{"role": "user", "content": mark(0)}, {"role": "assistant", "content": mark(1)}]
@@ -130,6 +130,8 @@ class Locator:
             self.surplus = over
             after[0] = after[0].removesuffix(over)
             end = end if token else ""
+        if not end and eos and after[0].startswith(eos):
+            self._last = eos
         role = None if end or self._special.search(after[0]) else self._special.search(after[1])
         if not end and not role and not self._special.search(after[0]):
             get_logger("templates").warning(
@@ -165,6 +167,18 @@ class Locator:
             shown = self._render(marked, tools, False)
             self._check_complete(messages, parts, marker.split(shown)[1])
             self.check_tools(tools, shown, marked)
+            _remember(self._complete, key, True)
+
+    def check_prompt(self, messages: Sequence[Turn], tools: list[Any] | None, text: str) -> None:
+        """Raise TemplateError where ``text``, the prompt after these messages, leaves out a message, a call or the tools.
+        It may leave out thoughts."""
+        marker = self._marker_for(text)
+        marked, parts = marker.replace(messages)
+        key = json.dumps([marked, tools, "prompt"], default=repr)
+        if key not in self._complete:
+            shown = self._render(marked, tools, True)
+            self._check_present(messages, parts, set(marker.split(shown)[1]), len(messages))
+            self.check_tools(tools, shown, marked, prompt=True)
             _remember(self._complete, key, True)
 
     def check_tools(self, tools: list[Any] | None, text: str, messages: Sequence[Turn], prompt: bool = False) -> None:
@@ -318,7 +332,10 @@ class Locator:
         if len(present) != len(order):
             turn = next(parts[n].turn for n in order if order.count(n) > 1)
             raise TemplateError.at(turn, messages[turn]["role"], "the chat template writes its text twice")
-        asked = self.last_question(messages)
+        self._check_present(messages, parts, present, self.last_question(messages))
+
+    def _check_present(self, messages: Sequence[Turn], parts: Sequence[Part], present: set[int], asked: int) -> None:
+        """``asked``: thoughts of turns before it may be missing."""
         for number, part in enumerate(parts):
             if number in present or (part.kind == "thought" and part.turn < asked):
                 continue
@@ -329,7 +346,7 @@ class Locator:
                 f"the chat template leaves out its {what}; what the model does not see can't be trained. Move or remove it.",
             )
         for turn, message in enumerate(messages):
-            if message["role"] == "assistant" and not any(parts[number].turn == turn for number in order):
+            if message["role"] == "assistant" and not any(parts[number].turn == turn for number in present):
                 raise TemplateError.at(turn, "assistant", "the chat template shows nothing of it")
 
     def _head(
@@ -394,6 +411,8 @@ class Locator:
                 way = f"the chat template writes more after the token {token.group()!r}, so what ends it can't be told"
                 raise TemplateError.at(turn, "assistant", way)
             stops = follower not in _NEVER_ASKED or token.group() == self.stop
+            if self._last and "tool_calls" not in message:  # gpt-oss writes <|end|> where the model wrote <|return|>
+                stops = token.group() == self._last
             return token.end() if stops else token.start()
         if final:
             return len(literal.rstrip())

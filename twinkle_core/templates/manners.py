@@ -6,13 +6,14 @@ No table of families: a new model's template is asked the same questions.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 from twinkle_core.errors import TemplateError
 from twinkle_core.templates.marks import Marker
-from twinkle_core.templates.messages import SHIELD, Style, Turn
-from twinkle_core.templates.parse import Manner, reads_back
+from twinkle_core.templates.messages import SHIELD, THOUGHTS, Style, Turn
+from twinkle_core.templates.parse import Frame, Manner, reads_back
 
 #: (messages, tools, add_generation_prompt) -> text
 Render = Callable[[Sequence[Turn], "list[Any] | None", bool], str]
@@ -55,6 +56,45 @@ def cuts_thoughts(render: Render, marker: Marker) -> bool:
     return hidden.startswith(prompt + thought)
 
 
+def thought_key(render: Render, marker: Marker, source: str) -> str | None:
+    """The key of ``THOUGHTS`` under which it takes a thought and shows it; None if it knows none."""
+    asked, thought, said = (marker.mark(k) for k in range(3))
+    for key in THOUGHTS:
+        answer, call = {**_turn("assistant", said), key: thought}, {**_called("f", {}, ""), key: thought}
+        if any(thought in (_attempt(render, [_turn("user", asked), told], False) or "") for told in (answer, call)):
+            return key
+    return THOUGHTS[0] if THOUGHTS[0] in source else None
+
+
+def frame(render: Render, marker: Marker, key: str | None, header: str, tokens: re.Pattern[str], ends: Sequence[str]) -> Frame:
+    """The tokens that it writes around a thought and around an answer; of ``<think>`` it says nothing."""
+    asked, thought, said = (marker.mark(k) for k in range(3))
+    prompt = _attempt(render, [_turn("user", asked)], True) or asked
+
+    def around(told: Turn, *numbers: int) -> list[str] | None:
+        """What stands before, between and after these marks of a turn, up to the token that ends it."""
+        text = _attempt(render, [_turn("user", asked), told], False) or ""
+        literals, order = marker.split(text.removeprefix(prompt))
+        if not text.startswith(prompt) or order != list(numbers):
+            return None
+        last = min((at for at in (literals[-1].find(end) for end in ends if end) if at >= 0), default=len(literals[-1]))
+        return [*literals[:-1], literals[-1][:last]]
+
+    def told(text: str) -> str:
+        return text.strip() if tokens.search(text) and "</think>" not in text else ""
+
+    opening, closing = map(told, around(_turn("assistant", said), 2) or ("", ""))
+    for answer in (_turn("assistant", said), _called(said, {}, ""), _called(said, "{}", "")) if key else ():
+        found = around({**answer, str(key): thought}, 1, 2)
+        end = tokens.search(told(found[1])) if found else None
+        if found is None or end is None:
+            continue
+        if "tool_calls" not in answer:  # an answer without a thought may have an empty one
+            opening, closing = told(found[1].partition(end.group())[2].removeprefix(header)), told(found[2])
+        return Frame(found[0].strip(), end.group(), header, opening, closing)
+    return Frame("", "", header, opening, closing)
+
+
 def asks(render: Render, marker: Marker, opening: str, closing: str) -> bool:
     """Whether a user's text between these tags of a result is a question: one before which thoughts are left out."""
     question, thought, said, text = (marker.mark(k) for k in range(4))
@@ -64,7 +104,7 @@ def asks(render: Render, marker: Marker, opening: str, closing: str) -> bool:
         talk = [_turn("user", question), told, _turn("user", then), _turn("assistant", marker.mark(4))]
         return thought in (_attempt(render, talk, False) or "")
 
-    apart = {**_turn("assistant", said), "reasoning_content": thought}
+    apart = {**_turn("assistant", said), **dict.fromkeys(THOUGHTS, thought)}
     return not any(shows(told, f"{opening}{text}{closing}") and not shows(told, text) for told in (apart, inline))
 
 

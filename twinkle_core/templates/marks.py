@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from twinkle_core.templates.messages import SHIELD, Turn
+from twinkle_core.templates.messages import SHIELD, THOUGHTS, Turn
 
 #: Tags that templates look for in a text; they stay as they are, and only what is between them is replaced.
 _TAGS = re.compile(rf"({SHIELD}|</?think>|</?tool_call>|</?tool_response>)")
@@ -58,8 +58,9 @@ class Marker:
         marked: list[Turn] = []
         for index, message in enumerate(messages):
             new = dict(message)
-            if "reasoning_content" in new:
-                new["reasoning_content"] = self._text(index, new["reasoning_content"], parts, thought=True)
+            for key in THOUGHTS:
+                if isinstance(new.get(key), str):
+                    new[key] = self._text(index, new[key], parts, thought=True)
             new["content"] = self._content(index, new["content"], parts)
             if "tool_calls" in new:
                 new["tool_calls"] = [self._call(index, call, parts) for call in new["tool_calls"]]

@@ -20,6 +20,8 @@ SHIELD = "</thin\u2060>"
 #: What ``json.loads`` raises: the text is no JSON, has a number of more digits than Python reads, or is nested too deep.
 NOT_READ = (ValueError, RecursionError)
 
+#: Keys under which data sets and chat templates have a thought; the first is ours.
+THOUGHTS = ("reasoning_content", "thinking", "reasoning", "thought")
 #: Keys with which data sets of OpenAI's, ms-swift's and axolotl's form say of one message whether it is trained.
 MARKS = ("weight", "loss", "train")
 #: axolotl's marks of parts of a message, which are refused.
@@ -33,7 +35,9 @@ class Style:
     """The form in which a chat template takes a conversation. ``manners.py`` finds it by rendering.
 
     Attributes:
-        inline_thoughts: it does not know ``reasoning_content``: thoughts are written ``<think>…</think>`` before the content.
+        thought: the key of ``THOUGHTS`` under which it takes one. None: it knows none, and thoughts are written
+            ``<think>…</think>`` before the content.
+        tags: it may know ``<think>…</think>``. If not, a thought that a content begins with is put under its key.
         shielded: it cuts off thoughts even of the answer that is being given, so their end must be hidden from it.
         call_content: the content of a tool call without words. Some templates write "None" for None, others leave the calls
             out where there is a content.
@@ -42,7 +46,8 @@ class Style:
             message that holds it.
     """
 
-    inline_thoughts: bool = False
+    thought: str | None = THOUGHTS[0]
+    tags: bool = True
     shielded: bool = False
     call_content: str | None = ""
     text_arguments: bool = False
@@ -149,7 +154,7 @@ def _turn(index: int, message: Any, enable_thinking: bool, style: Style) -> Turn
         if not turn["tool_calls"]:
             del turn["tool_calls"]
     if role == "assistant":
-        _thought(index, turn, enable_thinking, style.inline_thoughts)
+        _thought(index, turn, enable_thinking, style)
         if "tool_calls" in turn and not turn["content"]:
             turn["content"] = style.call_content
     return turn
@@ -160,7 +165,7 @@ def _content(index: int, role: str, turn: Turn) -> Any:
     if isinstance(content, str):
         return content
     if content is None:
-        said = role == "assistant" and (turn.get("tool_calls") or turn.get("reasoning_content"))
+        said = role == "assistant" and any(turn.get(key) for key in ("tool_calls", *THOUGHTS))
         if not said:
             others = ", ".join(repr(key) for key in turn if key not in ("role", "content"))
             raise TemplateError.at(index, role, f"it has no 'content'{others and f' (but {others})'}")
@@ -196,22 +201,29 @@ def _call(index: int, role: str, call: Any, as_text: bool) -> dict[str, Any]:
     return {**call, "function": made} if "function" in call else made
 
 
-def _thought(index: int, turn: Turn, enable_thinking: bool, inline: bool) -> None:
-    thought = turn.pop("reasoning_content", None)
+def _thought(index: int, turn: Turn, enable_thinking: bool, style: Style) -> None:
+    given = {key: turn.pop(key) for key in THOUGHTS if key == THOUGHTS[0] or isinstance(turn.get(key), str) if key in turn}
+    thought = given.get(THOUGHTS[0])
     if thought is not None and not isinstance(thought, str):
         raise TemplateError.at(index, "assistant", f"'reasoning_content' is a {type(thought).__name__}, not a text")
-    if not enable_thinking:
-        if isinstance(turn["content"], str):
-            turn["content"] = _INLINE_THOUGHT.sub("", turn["content"])
-    elif thought and thought.strip():
-        written = _INLINE_THOUGHT.match(turn["content"]) if isinstance(turn["content"], str) else None
-        if written is not None and written[1].strip():
-            way = "it has a thought twice, in 'reasoning_content' and as <think>…</think> in its 'content'. Keep one of them"
-            raise TemplateError.at(index, "assistant", way)
-        if inline:
-            turn["content"] = f"<think>\n{thought}\n</think>\n\n{turn['content']}"
-        else:
-            turn["reasoning_content"] = thought
+    told = {key: text for key, text in given.items() if text and text.strip()}
+    if len({text.strip() for text in told.values()}) > 1:
+        way = f"it has a thought twice, in {' and in '.join(map(repr, told))}. Keep one of them"
+        raise TemplateError.at(index, "assistant", way)
+    thought = next(iter(told.values()), None)
+    written = _INLINE_THOUGHT.match(turn["content"]) if isinstance(turn["content"], str) else None
+    if thought is not None and written is not None and written[1].strip() and enable_thinking:
+        way = f"it has a thought twice, in {next(iter(told))!r} and as <think>…</think> in its 'content'. Keep one of them"
+        raise TemplateError.at(index, "assistant", way)
+    if written is not None and not (enable_thinking and style.tags):
+        turn["content"] = turn["content"][written.end() :]
+        thought = thought or written[1].strip() or None
+    if not enable_thinking or thought is None:
+        return
+    if style.thought is None:
+        turn["content"] = f"<think>\n{thought}\n</think>\n\n{turn['content']}"
+    else:
+        turn[style.thought] = thought
 
 
 def refuse_media(trajectory: Mapping[str, Any], fields: Sequence[str] = ("images", "videos", "audios")) -> None:

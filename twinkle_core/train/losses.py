@@ -46,7 +46,8 @@ class FunctionLoss(Loss):
     """A plain function ``(inputs, outputs, **loss_args)`` as a loss.
 
     It returns a scalar tensor, which counts as the mean of a micro-batch (weight 1, scope ``batch``), or ``LossOutput``. It may
-    carry the attributes ``needs``, ``scope``, ``token_local`` and ``groups`` of a Loss; without ``needs`` it gets ``logits``.
+    carry the attributes ``needs``, ``scope``, ``token_local``, ``masked_args`` and ``groups`` of a Loss; without ``needs`` it
+    gets ``logits``.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -55,6 +56,7 @@ class FunctionLoss(Loss):
         self.needs = frozenset(needs) if isinstance(needs, (list, tuple)) else needs  # type: ignore[misc]
         self.scope = getattr(function, "scope", "batch")  # type: ignore[misc]
         self.token_local = bool(getattr(function, "token_local", False))  # type: ignore[misc]
+        self.masked_args = frozenset(getattr(function, "masked_args", ()))  # type: ignore[misc]
         self.__name__ = getattr(function, "__name__", type(function).__name__)
 
     def groups(self, rows: Any) -> list[int]:
@@ -121,22 +123,32 @@ def check_args(loss: Loss, loss_args: Mapping[str, Any]) -> None:
     if missing:
         raise MissingArgument(name_of(loss), missing)
     for name, value in loss_args.items():
-        if (at := _not_a_number(value)) is not None:
-            raise BadArgument(name, math.nan, f"numbers, and entry {at} is none")
+        found = _no_number(value, -math.inf if name in loss.masked_args else None)
+        if found is not None and math.isnan(found[1]):
+            raise BadArgument(name, math.nan, f"numbers, and entry {found[0]} is none")
+        if found is not None and (isinstance(value, (list, tuple)) or len(getattr(value, "shape", "")) > 0):  # alone: a bound
+            way = "" if found[1] > 0 else "; a loss that takes -inf names the argument in its masked_args"
+            raise BadArgument(name, found[1], f"finite numbers, and entry {found[0]} is not{way}")
 
 
-def _not_a_number(value: Any) -> int | None:
-    """The first entry that holds a NaN, of a tensor, array or list in the host's memory: to ask a device would stop it."""
+def _no_number(value: Any, right: float | None) -> tuple[int, float] | None:
+    """The first entry that holds a NaN or an infinite number other than ``right``, and that one; of a tensor, array or list in
+    the host's memory: to ask a device would stop it."""
     if isinstance(value, (list, tuple)):
-        return next((k for k, entry in enumerate(value) if _not_a_number(entry) is not None), None)
+        inner = ((k, _no_number(entry, right)) for k, entry in enumerate(value))
+        return next(((k, found[1]) for k, found in inner if found is not None), None)
     if isinstance(value, float):
-        return 0 if math.isnan(value) else None
+        return None if math.isfinite(value) or value == right else (0, value)
     if getattr(getattr(value, "dtype", None), "kind", "f") != "f" or not hasattr(value, "dtype"):  # an array of something else
         return None
     found = torch.as_tensor(value)
-    if found.device.type != "cpu" or not found.is_floating_point() or not found.isnan().any():
+    if found.device.type != "cpu" or not found.is_floating_point() or not found.numel():
         return None
-    return int(found.isnan().nonzero()[0, 0]) if found.dim() else 0
+    if bool(found.isfinite().all()) if right is None else float(found.max()) < math.inf:  # the greatest of a NaN is a NaN
+        return None
+    wrong = ~found.isfinite() if right is None else ~found.isfinite() & (found != right)
+    place = wrong.nonzero()[0].tolist()
+    return (place[0] if place else 0), float(found[tuple(place)])
 
 
 def check_needs(owner: str, needs: Any, known: frozenset[str]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from twinkle_core.templates.tools import deepseek, glm, hermes, llama3, mistral, qwen_xml, react
+from twinkle_core.templates.tools import cohere, deepseek, glm, hermes, llama3, mistral, qwen_xml, react
 from twinkle_core.templates.tools.scan import Schema
 from twinkle_core.types import ToolCall
 
@@ -17,6 +17,7 @@ FORMS: dict[str, Callable[[str, Schema], tuple[str, list[ToolCall]]]] = {
     "mistral": mistral.parse,
     "deepseek_v3": deepseek.parse_fenced,
     "deepseek_v31": deepseek.parse_bare,
+    "cohere": cohere.parse,
     "llama3": llama3.parse,
     "glm4": glm.parse_whole,
     "react": react.parse,

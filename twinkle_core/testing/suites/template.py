@@ -17,7 +17,7 @@ from twinkle_core.errors import TwinkleError
 from twinkle_core.isolation import attempt, describe
 from twinkle_core.testing.suites.base import capability
 from twinkle_core.testing.suites.spans import answered, oddities, row_of, rows_of, talk, trained_text
-from twinkle_core.testing.suites.template_text import TemplateText
+from twinkle_core.testing.suites.template_marks import TemplateMarks
 from twinkle_core.testing.tokenizers import chatml_tokenizer
 from twinkle_core.types import IGNORE_INDEX, Trajectory
 
@@ -25,7 +25,7 @@ from twinkle_core.types import IGNORE_INDEX, Trajectory
 _TOKENIZER = ("model_id", "tokenizer")
 
 
-class TemplateSuite(TemplateText):
+class TemplateSuite(TemplateMarks):
     """Checks of a Template, with a small tokenizer that needs no hub.
 
     A constructor's parameter ``model_id`` or ``tokenizer`` is given that tokenizer; other values go into ``arguments``.

@@ -48,6 +48,22 @@ class TemplateText(Suite):
                 f"what '{role}' said is not in the row: {text!r}. Show it, or raise twinkle_core.errors.TemplateError"
             )
 
+    def test_a_prompt_shows_what_was_said_or_is_refused(self, template: Any) -> None:
+        """Of a tool loop that waits for its answer: the call and its result. A policy is asked what its rows say."""
+        call = {"type": "function", "id": "call00001", "function": {"name": "get_weather", "arguments": {"city": "Oslo"}}}
+        said = [
+            {"role": "user", "content": "How warm?"},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "content": "18 degrees", "tool_call_id": "call00001"},
+        ]
+        got = attempt(lambda: template.encode({"messages": copy.deepcopy(said)}, add_generation_prompt=True))
+        if isinstance(got.error, TwinkleError):
+            return
+        assert got.error is None, f"encode() of a prompt after a tool's result fails with {got.why}"
+        text = template.decode(rows_of(got.value)[0]["input_ids"]) if got.value else "get_weather 18 degrees"
+        lost = [word for word in ("get_weather", "18 degrees") if word not in text]
+        assert not lost, f"{lost} of {said} is not in the prompt {text!r}. Show it, or raise twinkle_core.errors.TemplateError"
+
     def test_what_is_said_is_shown_or_refused(self, template: Any) -> None:
         """Messages one after the other of one role, texts in parts, a message that says nothing, a call of a tool."""
         for conversation, words, never in spoken():

@@ -114,7 +114,7 @@ FAMILIES = {
     "Qwen2.5": Family("language", "`Qwen/Qwen2.5-7B-Instruct`", "chat", made("Qwen2Config", tie_word_embeddings=True)),
     "DeepSeek V4": Family(
         "language", "`deepseek-ai/DeepSeek-V4`", "dsml", deepseek_v4, experts=FUSED,
-        note="its own format: `pip install twinkle-dsml`; the first layers choose experts by a table",
+        note="its own format: [twinkle-dsml](dsml.md); the first layers choose experts by a table",
     ),
     "DeepSeek V3, R1": Family(
         "language", "`deepseek-ai/DeepSeek-R1`", "chat", deepseek_v3, experts=FUSED,
