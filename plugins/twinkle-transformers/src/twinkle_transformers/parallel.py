@@ -33,6 +33,7 @@ from twinkle_transformers import fsdp, tensor
 from twinkle_transformers.fsdp import Shards
 from twinkle_transformers.sequence import Sequence
 from twinkle_transformers.tensor import Experts, Parts
+from twinkle_transformers.token_parts import TokenParts
 
 T = TypeVar("T")
 #: MB of gradients that travel in one message
@@ -84,7 +85,7 @@ def partition(mesh: DeviceMesh, kind: str) -> list[list[int]]:
         WEIGHTS: lambda data, part, tp: (tp,),
         SEQUENCE: lambda data, part, tp: (data, tp),
         TENSOR: lambda data, part, tp: (data, part),
-        EXPERTS: lambda data, part, tp: (data % mesh.ep_size,),
+        EXPERTS: lambda data, part, tp: (((data * mesh.ulysses_size + part) * mesh.sizes["tp"] + tp) % mesh.ep_size,),
     }
     groups: dict[tuple[int, ...], list[int]] = {}
     for rank in range(mesh.world_size):
@@ -222,19 +223,25 @@ class Layout:
         used = [name for name in ("dp", "fsdp", "tp") if mesh.sizes[name] > 1]
         parent: Any = fsdp.torch_mesh(mesh, device, *used) if used else None  # one, so that what tp has cut can be cut again
         if mesh.sizes["tp"] > 1:
-            self.parts = Parts(self.owner, module, parent["tp"])
+            leave = tensor.planned_experts(module) if mesh.ep_size > 1 else ()
+            self.parts = Parts(self.owner, module, parent["tp"], mesh.sequence_parallel, leave)
         if mesh.ep_size > 1:
             few = torch.tensor(partition(mesh, EXPERTS), dtype=torch.int).T
-            ep = TorchMesh(device.type, few, mesh_dim_names=("rest", "ep"))["ep"]
-            everyone = torch.arange(mesh.world_size, dtype=torch.int).reshape(-1, 1)
-            alone = TorchMesh(device.type, everyone, mesh_dim_names=("rest", "tp"))["tp"]
-            self.experts = Experts(self.owner, module, ep, alone)
+            ep = TorchMesh(device.type, few, mesh_dim_names=("fsdp" if mesh.sizes["fsdp"] > 1 else "rest", "ep"))
+            self.experts = Experts(self.owner, module, ep, parent["tp"] if self.parts else self._alone())
         if mesh.ulysses_size > 1:
             self.sequence = Sequence(self.owner, module, self.meeting.group(SEQUENCE), mesh.ulysses_size)
         if mesh.sizes["fsdp"] > 1:
-            self.shards = Shards(module, parent[tuple(n for n in used if n != "tp")], compute, fsdp_config)
-        if self.parts is not None:
-            self.parts.note()
+            inner = self.experts.shard if self.experts is not None else lambda options: None
+            self.shards = Shards(module, parent[tuple(n for n in used if n != "tp")], compute, fsdp_config, inner)
+        for cut in (self.parts, self.experts):
+            if cut is not None:
+                cut.note()
+
+    def _alone(self) -> Any:
+        """torch's mesh of this rank alone, named as the one of ``tp`` is."""
+        everyone = torch.arange(self.meeting.mesh.world_size, dtype=torch.int).reshape(-1, 1)
+        return TorchMesh(self.meeting.device.type, everyone, mesh_dim_names=("rest", "tp"))["tp"]
 
     def adapt(self, module: torch.nn.Module, name: str, new: Iterable[torch.nn.Parameter]) -> None:
         """A new adapter: the same on all ranks, and cut as the layers are that carry it.
@@ -257,10 +264,19 @@ class Layout:
         """Whether ranks must run the model together, the same number of times."""
         return any(x is not None for x in (self.shards, self.parts, self.experts, self.sequence))
 
+    @property
+    def tokens(self) -> TokenParts | None:
+        """Where ranks share tokens between layers."""
+        return self.parts.tokens if self.parts is not None else None
+
+    def sharing(self) -> contextlib.AbstractContextManager[None]:
+        """Around a forward of shared tokens, and its backward."""
+        return self.tokens.sharing() if self.tokens is not None else contextlib.nullcontext()
+
     def summed_over(self, parameter: torch.nn.Parameter) -> list[str]:
         """Between which ranks the window's gradients of a parameter are summed when it closes."""
         if self.experts is not None and parameter in self.experts.own:
-            return [EXPERTS]
+            return [] if fsdp.holds(parameter) else [EXPERTS]
         apart = [TENSOR] if self.parts is not None and parameter in self.parts.partial else []
         return apart if fsdp.holds(parameter) else [WEIGHTS, *apart]  # what it holds was summed with each backward
 
@@ -272,6 +288,7 @@ class Layout:
         words = [f"dp {mesh.sizes['dp']}"] if mesh.sizes["dp"] > 1 else []
         words += [f"fully_shard over {mesh.sizes['fsdp']}"] if self.shards else []
         words += [f"tensor parallel over {mesh.sizes['tp']}"] if self.parts else []
+        words += ["tokens between layers too"] if self.tokens else []
         words += [f"experts over {mesh.ep_size}"] if self.experts else []
         words += [f"sequence over {mesh.ulysses_size}"] if self.sequence else []
         return ", ".join(words)

@@ -54,6 +54,7 @@ CONFIGS = {
     "normed": normed_config,
     "llama": tiny_config,
     "untied": lambda: tiny_config(tie_word_embeddings=False),
+    "biased": lambda: tiny_config(attention_bias=True, mlp_bias=True),
     "moe": moe_config,
 }
 
