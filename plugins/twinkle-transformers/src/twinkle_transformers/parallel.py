@@ -234,6 +234,9 @@ class Layout:
         if mesh.sizes["fsdp"] > 1:
             inner = self.experts.shard if self.experts is not None else lambda options: None
             self.shards = Shards(module, parent[tuple(n for n in used if n != "tp")], compute, fsdp_config, inner)
+
+    def note(self) -> None:
+        """The model has been laid, and has its weights."""
         for cut in (self.parts, self.experts):
             if cut is not None:
                 cut.note()
@@ -326,6 +329,7 @@ def lay_over(
     layout.lay(module, compute, fsdp_config)
     if by_one:
         fsdp.fill(module, source, device)
+    layout.note()
     layout.meeting.draw_apart()
     return module, layout
 

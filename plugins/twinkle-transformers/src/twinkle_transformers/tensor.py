@@ -178,6 +178,16 @@ def refuse_cut(layer: Any, dimension: str) -> None:
         raise TypeError(f"{what}; take fsdp_size, or other target modules")
 
 
+class _ByIdentity:
+    """Where a parameter is to be cut."""
+
+    def __init__(self, axes: Mapping[int, Shard]) -> None:
+        self._axes = axes
+
+    def __call__(self, parameter: torch.nn.Parameter) -> Shard:
+        return self._axes[id(parameter)]
+
+
 def planned_experts(module: Any) -> list[str]:
     """Names of what ``Experts`` cuts, by transformers' plan."""
     return list(_expanded(module, dict(module.ep_plan or {})))
@@ -214,7 +224,7 @@ class Experts:
         count = self.mesh["fsdp"].size()
         own = {id(getattr(m, name)) for m, name in self._places}
         for module in dict.fromkeys(m for m, _ in self._places):
-            axes: MutableMapping[torch.nn.Parameter, Shard] = WeakIdKeyDictionary()
+            axes: dict[int, Shard] = {}  # by identity: what is referred to weakly can't be given storage later
             for name, p in module.named_parameters():
                 axis = next((i for i in range(1, p.dim()) if p.shape[i] % count == 0), None)
                 if id(p) not in own or axis is None:
@@ -223,8 +233,8 @@ class Experts:
                     raise BadLayout(
                         self.owner, f"fsdp_size with ep_size {size}: {name} of {type(module).__name__} {why}; take dp_size"
                     )
-                axes[p] = Shard(axis)
-            fully_shard(module, **options, mesh=self.mesh["fsdp"], shard_placement_fn=axes.__getitem__)
+                axes[id(p)] = Shard(axis)
+            fully_shard(module, **options, mesh=self.mesh["fsdp"], shard_placement_fn=_ByIdentity(axes))
 
     def note(self) -> None:
         """All parameters are what they will be."""
