@@ -136,6 +136,23 @@ class Jobs:
             found[name]["logits"] = logits.detach().clone()
         return found
 
+    def gradients(self, rank, world_size, jobs):
+        """Whole gradients of each window as the optimizer sees them."""
+        found = {}
+        for name, spec in jobs.items():
+            built = ready(spec)
+            optimizer, seen = built.sessions[""].optimizer, []
+            step = optimizer.step
+
+            def watched(*args, built=built, step=step, seen=seen, **kwargs):
+                seen.append({k: whole(p.grad).clone() for k, p in built.adapters.parameters("").items()})
+                return step(*args, **kwargs)
+
+            optimizer.step = watched
+            train(built, "", batches(), spec.get("window", 1))
+            found[name] = {"gradients": seen}
+        return found
+
     def checkpoints(self, rank, world_size, folder, jobs):
         """Train, save, train on; then the same from the checkpoint, in another model that was trained before."""
         found = {}

@@ -204,7 +204,9 @@ def test_what_ranks_hold_between_layers():
 
 @pytest.mark.slow
 def test_tensor_parts_that_lie_apart():
-    """Weights cut over tp, and the parts over fsdp; norms whose gradients are parts, and experts that are cut too."""
+    """Weights cut over tp, and the parts over fsdp; norms whose gradients are parts, and experts that are cut too.
+
+    The windows are closed by SGD: see the test of gradients below."""
     sizes = {"fsdp_size": 2, "tp_size": 2}
     jobs = {f"{o}{a}": {"sizes": sizes, "optimizer": o, "adapter": a} for o in ("sgd", "adamw") for a in ("", "a")}
     jobs["window"] = {"sizes": sizes, "optimizer": "sgd", "window": 5, "kind": "normed"}
@@ -212,6 +214,23 @@ def test_tensor_parts_that_lie_apart():
     jobs["tokens"] = {"sizes": {**sizes, **SHARED}, "optimizer": "sgd", "window": 5, "kind": "normed"}
     jobs["tokens lora"] = {"sizes": {**sizes, **SHARED}, "optimizer": "adamw", "adapter": "a"}
     compare(jobs, 4)
+
+
+@pytest.mark.slow
+def test_gradients_of_tensor_parts_that_lie_apart():
+    """What AdamW is given. Weights under AdamW are not compared here: an embedding's element has a gradient of 5e-9, half of
+    AdamW's eps, in a tensor whose largest is 1e-2. Rounding makes it 8e-9, and the step of this one element 8e-5 longer."""
+    sizes = {"fsdp_size": 2, "tp_size": 2}
+    job = {"kind": "normed", "optimizer": "adamw", "window": 5}
+    jobs = {"parts": {**job, "sizes": sizes}, "tokens": {**job, "sizes": {**sizes, **SHARED}}}
+    alone = Jobs().gradients(0, 1, {"one": {**job, "sizes": {}}})["one"]
+    for part in ranks.run(Jobs, "gradients", 4, {"jobs": jobs}, timeout=240):
+        for name, found in part.items():
+            assert len(found["gradients"]) == len(alone["gradients"]) == 2
+            for here, there in zip(found["gradients"], alone["gradients"], strict=True):
+                assert here.keys() == there.keys()
+                for key, gradient in there.items():
+                    assert (here[key] - gradient).abs().max() <= 1e-5 * gradient.abs().max(), (name, key)
 
 
 @pytest.mark.slow
@@ -311,6 +330,12 @@ def test_meshes_that_make_no_sense_say_why(sizes, text):
     with pytest.raises(BadLayout, match=text):
         tensor.check_mesh("TransformersModel", mesh)
         tensor.check("TransformersModel", tiny_config(), mesh)
+
+
+def test_tokens_of_a_model_that_sees_are_not_shared():
+    config = types.SimpleNamespace(get_text_config=tiny_config)
+    with pytest.raises(BadLayout, match="sequence_parallel is for models of texts, and this is a SimpleNamespace; leave it"):
+        tensor.check("TransformersModel", config, DeviceMesh.from_sizes(**SHARED))
 
 
 def test_experts_are_shared_evenly():
