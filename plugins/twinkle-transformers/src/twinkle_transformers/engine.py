@@ -24,7 +24,8 @@ from twinkle_core.types import InputFeature, ModelOutput
 from twinkle_transformers.attention import by_row
 from twinkle_transformers.generate import check_options, complete
 from twinkle_transformers.inputs import Fitted, fit, packs
-from twinkle_transformers.parallel import Layout, Meeting, MeshEngine
+from twinkle_transformers.layout import Layout
+from twinkle_transformers.parallel import Meeting, MeshEngine
 from twinkle_transformers.precision import NARROW, Precision
 from twinkle_transformers.probes import body_of, caches, check_isolation, check_shared_tokens, counts_from_zero, output_layer_of
 from twinkle_transformers.tree import text_config
