@@ -194,6 +194,7 @@ class Sequence:
 
 
 def padded(x: torch.Tensor | None, extra: int, fill: int) -> torch.Tensor | None:
+    """``x`` ``[B, T, ...]`` with ``extra`` tokens of the value ``fill`` behind; None stays None."""
     if x is None or not extra:
         return x
     return torch.cat([x, x.new_full((x.shape[0], extra, *x.shape[2:]), fill)], 1)
