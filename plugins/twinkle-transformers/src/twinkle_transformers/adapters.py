@@ -19,7 +19,7 @@ from twinkle_core.errors import BadAdapter, DuplicateAdapter, UnknownAdapter
 from twinkle_core.names import closest
 from twinkle_core.ops.sharded import like
 from twinkle_transformers import checkpoint
-from twinkle_transformers.parallel import Layout
+from twinkle_transformers.layout import Layout
 from twinkle_transformers.precision import Precision
 from twinkle_transformers.rehearse import Tree, check_not_rounded, rehearse
 from twinkle_transformers.rules import check_config, check_name, tell_left_out

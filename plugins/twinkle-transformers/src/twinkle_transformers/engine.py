@@ -24,9 +24,10 @@ from twinkle_core.types import InputFeature, ModelOutput
 from twinkle_transformers.attention import by_row
 from twinkle_transformers.generate import check_options, complete
 from twinkle_transformers.inputs import Fitted, fit, packs
-from twinkle_transformers.parallel import Layout, Meeting, MeshEngine
+from twinkle_transformers.layout import Layout
+from twinkle_transformers.parallel import Meeting, MeshEngine
 from twinkle_transformers.precision import NARROW, Precision
-from twinkle_transformers.probes import body_of, caches, check_isolation, counts_from_zero, output_layer_of
+from twinkle_transformers.probes import body_of, caches, check_isolation, check_shared_tokens, counts_from_zero, output_layer_of
 from twinkle_transformers.tree import text_config
 
 #: what is computed from labels, token by token
@@ -172,21 +173,31 @@ class TransformersEngine(MeshEngine):
             raise UnknownOption("task", task, closest(str(task), TASKS), TASKS)
         if self.in_step:
             self._counts_from_zero()  # by all ranks at once, whether this one's rows need to know it or not
-        inputs = self._inputs(batch.inputs)
+        tokens = self.layout.tokens
+        features = batch.inputs if tokens is None else tokens.pad(self._name(), batch.inputs)
+        inputs = self._inputs(features)
         if train and self.precision.compute is not None:
             # what is trained is fp32 before its first gradient: in a narrow type gradients of a window would lose digits
             self.precision.master([p for p in self._own if p.requires_grad and p.dtype in NARROW])
         mode = training(self.module) if train else evaluating(self.module)
-        rows = by_row(self.module, batch.inputs.get("seq_lens"))
+        rows = by_row(self.module, features.get("seq_lens"))
         with mode, self.precision.autocast(self.device), rows:
-            shared = self.around(lambda: dict(self._shared(batch.inputs, inputs, needs, temperature, task)), "hidden" in needs)
-            return ModelOutput(shared)
+            shared = self.around(lambda: dict(self._shared(features, inputs, needs, temperature, task)), "hidden" in needs)
+            output = ModelOutput(shared)
+            return output if tokens is None else tokens.trim(output, batch.inputs["input_ids"].shape[1])
 
     def _shared(
         self, batch: InputFeature, inputs: Mapping[str, Any], needs: frozenset[str], temperature: float, task: str
     ) -> ModelOutput:
         """Where ranks share the sequence: this rank's part of it, then the outputs of all parts."""
         sequence = self.layout.sequence
+        if (tokens := self.layout.tokens) is not None:
+            self._output_layer(inputs)  # found out on whole rows
+            if self._roads.setdefault(("shared tokens",), True):
+                check_shared_tokens(self.module, tokens, self.precision, self.device)
+                self._roads["shared tokens",] = False
+            with self.layout.sharing():
+                return self._compute(batch, inputs, needs, temperature, task)
         if sequence is None:
             return self._compute(batch, inputs, needs, temperature, task)
         sequence.check(self._name(), needs)
@@ -208,7 +219,7 @@ class TransformersEngine(MeshEngine):
 
     def backward(self, loss_sum: torch.Tensor, *, sync: bool = True) -> None:
         # gradient checkpointing runs parts of the forward again, with their dropout and their attention
-        with training(self.module), by_row(self.module):
+        with training(self.module), by_row(self.module), self.layout.sharing():
             super().backward(loss_sum, sync=sync)
 
     @property

@@ -90,11 +90,21 @@ class Shards:
         mesh: torch's, ``fsdp``, or ``dp`` and ``fsdp``.
         compute: the type in which weights travel and are computed with; None: as they are.
         config: further options of ``fully_shard``.
+        inner: shards what is to lie over other ranks, with the same options.
     """
 
-    def __init__(self, module: Any, mesh: TorchMesh, compute: torch.dtype | None, config: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        module: Any,
+        mesh: TorchMesh,
+        compute: torch.dtype | None,
+        config: Mapping[str, Any],
+        inner: Callable[[Mapping[str, Any]], None] = lambda options: None,
+    ) -> None:
         policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32, cast_forward_inputs=False)
-        options = {"reshard_after_forward": True, **config, "mesh": mesh, "mp_policy": policy}
+        options: dict[str, Any] = {"reshard_after_forward": True, **config, "mp_policy": policy}
+        inner(options)
+        options["mesh"] = mesh
         root = _Root(module)
         for block in blocks_of(module):
             fully_shard(block, **options)

@@ -20,7 +20,8 @@ from twinkle_core.train.verbs import SessionModel
 from twinkle_transformers import fsdp, load, tensor
 from twinkle_transformers.adapters import PeftAdapters
 from twinkle_transformers.engine import TransformersEngine
-from twinkle_transformers.parallel import Layout, Meeting, check_ddp_config, lay_over, mesh_of
+from twinkle_transformers.layout import Layout, lay_over
+from twinkle_transformers.parallel import Meeting, check_ddp_config, mesh_of
 from twinkle_transformers.patches.fast_lora import FastLora
 from twinkle_transformers.precision import Mixed, Precision
 from twinkle_transformers.store import ModelStore

@@ -14,12 +14,11 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Several
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.amp.grad_scaler import OptState
-from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 
 from twinkle_core import arguments, settings
 from twinkle_core.errors import ManyProcesses
@@ -29,10 +28,9 @@ from twinkle_core.ops.gather import Ranks
 from twinkle_core.ops.sharded import is_sharded, local
 from twinkle_core.runtime.local import default_mesh
 from twinkle_core.train.loop_engine import LoopEngine, gradients
-from twinkle_transformers import fsdp, tensor
-from twinkle_transformers.fsdp import Shards
-from twinkle_transformers.sequence import Sequence
-from twinkle_transformers.tensor import Experts, Parts
+
+if TYPE_CHECKING:
+    from twinkle_transformers.layout import Layout
 
 T = TypeVar("T")
 #: MB of gradients that travel in one message
@@ -84,7 +82,7 @@ def partition(mesh: DeviceMesh, kind: str) -> list[list[int]]:
         WEIGHTS: lambda data, part, tp: (tp,),
         SEQUENCE: lambda data, part, tp: (data, tp),
         TENSOR: lambda data, part, tp: (data, part),
-        EXPERTS: lambda data, part, tp: (data % mesh.ep_size,),
+        EXPERTS: lambda data, part, tp: (((data * mesh.ulysses_size + part) * mesh.sizes["tp"] + tp) % mesh.ep_size,),
     }
     groups: dict[tuple[int, ...], list[int]] = {}
     for rank in range(mesh.world_size):
@@ -199,118 +197,6 @@ def _leave() -> None:
     """Threads of a process group that is left open can abort a process that has done its work."""
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-class Layout:
-    """How a model lies over the ranks of a mesh. In one process: as it is.
-
-    Args:
-        owner: who is constructed, for error texts.
-        meeting: of the mesh's ranks.
-    """
-
-    def __init__(self, owner: str, meeting: Meeting) -> None:
-        self.owner, self.meeting = owner, meeting
-        self.shards: Shards | None = None
-        self.parts: Parts | None = None
-        self.experts: Experts | None = None
-        self.sequence: Sequence | None = None
-
-    def lay(self, module: Any, compute: torch.dtype | None, fsdp_config: Mapping[str, Any]) -> None:
-        """Cut a model that has the same weights on all ranks (or none yet), in place."""
-        mesh, device = self.meeting.mesh, self.meeting.device
-        used = [name for name in ("dp", "fsdp", "tp") if mesh.sizes[name] > 1]
-        parent: Any = fsdp.torch_mesh(mesh, device, *used) if used else None  # one, so that what tp has cut can be cut again
-        if mesh.sizes["tp"] > 1:
-            self.parts = Parts(self.owner, module, parent["tp"])
-        if mesh.ep_size > 1:
-            few = torch.tensor(partition(mesh, EXPERTS), dtype=torch.int).T
-            ep = TorchMesh(device.type, few, mesh_dim_names=("rest", "ep"))["ep"]
-            everyone = torch.arange(mesh.world_size, dtype=torch.int).reshape(-1, 1)
-            alone = TorchMesh(device.type, everyone, mesh_dim_names=("rest", "tp"))["tp"]
-            self.experts = Experts(self.owner, module, ep, alone)
-        if mesh.ulysses_size > 1:
-            self.sequence = Sequence(self.owner, module, self.meeting.group(SEQUENCE), mesh.ulysses_size)
-        if mesh.sizes["fsdp"] > 1:
-            self.shards = Shards(module, parent[tuple(n for n in used if n != "tp")], compute, fsdp_config)
-        if self.parts is not None:
-            self.parts.note()
-
-    def adapt(self, module: torch.nn.Module, name: str, new: Iterable[torch.nn.Parameter]) -> None:
-        """A new adapter: the same on all ranks, and cut as the layers are that carry it.
-
-        Raises:
-            TypeError: a layer that carries it is cut in a way in which it can't be.
-        """
-        self.meeting.agree(new)
-        for cut in (self.parts, self.experts):
-            if cut is not None:
-                cut.adapt(module, name)
-
-    def rest(self) -> None:
-        """The model's tensors are to be looked at."""
-        if self.shards is not None:
-            self.shards.rest()
-
-    @property
-    def in_step(self) -> bool:
-        """Whether ranks must run the model together, the same number of times."""
-        return any(x is not None for x in (self.shards, self.parts, self.experts, self.sequence))
-
-    def summed_over(self, parameter: torch.nn.Parameter) -> list[str]:
-        """Between which ranks the window's gradients of a parameter are summed when it closes."""
-        if self.experts is not None and parameter in self.experts.own:
-            return [EXPERTS]
-        apart = [TENSOR] if self.parts is not None and parameter in self.parts.partial else []
-        return apart if fsdp.holds(parameter) else [WEIGHTS, *apart]  # what it holds was summed with each backward
-
-    def describe(self) -> str:
-        """In words."""
-        mesh = self.meeting.mesh
-        if mesh.world_size == 1:
-            return "one process: not wrapped"
-        words = [f"dp {mesh.sizes['dp']}"] if mesh.sizes["dp"] > 1 else []
-        words += [f"fully_shard over {mesh.sizes['fsdp']}"] if self.shards else []
-        words += [f"tensor parallel over {mesh.sizes['tp']}"] if self.parts else []
-        words += [f"experts over {mesh.ep_size}"] if self.experts else []
-        words += [f"sequence over {mesh.ulysses_size}"] if self.sequence else []
-        return ", ".join(words)
-
-
-def lay_over(
-    layout: Layout,
-    read: Callable[[torch.device], Any],
-    build: Callable[[Any], Any],
-    prepare: Callable[[Any], None],
-    *,
-    by_one: bool,
-    compute: torch.dtype | None,
-    fsdp_config: Mapping[str, Any],
-) -> tuple[Any, Layout]:
-    """A model, laid over the ranks.
-
-    Args:
-        read: loads the model, to the device that it is given.
-        build: makes it from its config, without weights.
-        prepare: is called before it is laid.
-        by_one: rank 0 reads for all, where the weights lie apart.
-
-    Raises:
-        BadLayout, and what ``read`` raises.
-    """
-    mesh, device = layout.meeting.mesh, layout.meeting.device
-    by_one = by_one and mesh.sizes["fsdp"] > 1
-    module = fsdp.load_on_first(mesh, lambda: read(torch.device("cpu")), build) if by_one else read(device)
-    prepare(module)
-    tensor.check(layout.owner, getattr(module, "config", None), mesh)
-    if not by_one:
-        layout.meeting.agree([*module.parameters(), *module.buffers()])
-    source = fsdp.held(module) if by_one and mesh.rank == 0 else None
-    layout.lay(module, compute, fsdp_config)
-    if by_one:
-        fsdp.fill(module, source, device)
-    layout.meeting.draw_apart()
-    return module, layout
 
 
 class MeshEngine(LoopEngine):

@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
-from twinkle_core.errors import PackingLeaks
+from twinkle_core.errors import BadLayout, PackingLeaks
 from twinkle_core.train.loop_engine import evaluating
 from twinkle_transformers.precision import Precision
+from twinkle_transformers.token_parts import TokenParts
 from twinkle_transformers.tree import text_config
 from twinkle_transformers.vision import rope_index_of
 
@@ -23,7 +24,7 @@ _ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 3e-2, tor
 
 def _differs(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> float:
     """The largest difference relative to the largest value; 0 where rounding explains it."""
-    a, b = a.double(), b.double()
+    a, b = a.detach().double(), b.detach().double()
     gap = float((a - b).abs().max() / a.abs().max().clamp_min(1e-30))
     return gap if gap > _ROUNDING.get(dtype, 1e-4) or gap != gap else 0.0
 
@@ -55,6 +56,29 @@ def counts_from_zero(module: Any, precision: Precision, device: torch.device) ->
         alone = outputs_of(body(**inputs))
         told = outputs_of(body(**inputs, position_ids=torch.arange(ids.shape[1], device=device)[None]))
     return alone is None or told is None or not _differs(alone, told, alone.dtype)
+
+
+def check_shared_tokens(module: Any, tokens: TokenParts, precision: Precision, device: torch.device) -> None:
+    """Whether a model whose ranks share tokens between layers computes what it does when each has them all.
+
+    Raises:
+        BadLayout: something between its layers needs whole rows.
+    """
+    size, count = getattr(text_config(module), "vocab_size", None) or 16, 4 * tokens.size
+    inputs: dict[str, Any] = {"input_ids": torch.arange(1, 1 + count, device=device)[None] % size}
+    if caches(module):
+        inputs["use_cache"] = False
+    name, way = type(module).__name__, "leave sequence_parallel off"
+    with evaluating(module), precision.autocast(device), torch.no_grad():
+        whole = outputs_of(module(**inputs))
+        try:
+            with tokens.sharing():
+                shared = outputs_of(module(**inputs))
+        except (RuntimeError, ValueError, KeyError) as error:
+            raise BadLayout(name, f"between its layers it can't compute parts of rows ({error}); {way}") from error
+    if whole is None or shared is None or whole.shape != shared.shape or (gap := _differs(whole, shared, whole.dtype)):
+        seen = f"by {gap:.1%}" if whole is not None and shared is not None and whole.shape == shared.shape else "in shape"
+        raise BadLayout(name, f"with parts of rows between its layers its outputs differ {seen}; {way}")
 
 
 def caches(module: Any) -> bool:

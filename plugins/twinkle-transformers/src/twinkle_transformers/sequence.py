@@ -21,7 +21,7 @@ from twinkle_transformers.inputs import packs
 #: the name of ``attention`` among transformers' implementations, and of the argument that models hand on to it
 ULYSSES, WORD = "twinkle_ulysses", "twinkle_sequence"
 #: outputs with one value for each token, which are put together again
-_BY_TOKEN = ("logits", "logps", "entropies", "predictions", "values")
+BY_TOKEN = ("logits", "logps", "entropies", "predictions", "values")
 _WAY = "where ulysses_size shares rows; leave ulysses_size at 1"
 
 
@@ -144,7 +144,7 @@ class Sequence:
 
     def check(self, name: str, needs: frozenset[str]) -> None:
         """Raise NotComputed for what a part of a sequence can't give."""
-        if strange := sorted(needs - {*_BY_TOKEN}):
+        if strange := sorted(needs - {*BY_TOKEN}):
             raise NotComputed(name, strange[0], _WAY)
 
     def cut(
@@ -169,7 +169,7 @@ class Sequence:
         extra = -length % self.size
         if extra and hides is None and rows is None:
             hides = torch.ones_like(ids)
-        whole = Whole(self.group, None if hides is None else _padded(hides, extra, 0), _padded(rows, extra, -1))
+        whole = Whole(self.group, None if hides is None else padded(hides, extra, 0), padded(rows, extra, -1))
         made = {k: v for k, v in inputs.items() if k == "use_cache"}
         made |= {"input_ids": self._own(ids, 0), "position_ids": self._own(positions, 0), WORD: whole}
         cut: dict[str, Any] = {k: v for k, v in batch.items() if k not in ("attention_mask", "position_ids", "seq_lens")}
@@ -179,21 +179,22 @@ class Sequence:
         return cut, made, whole, length
 
     def _own(self, x: torch.Tensor, fill: int) -> torch.Tensor:
-        padded = _padded(x, -x.shape[1] % self.size, fill)
-        assert padded is not None
-        return padded.chunk(self.size, 1)[dist.get_rank(self.group)]
+        filled = padded(x, -x.shape[1] % self.size, fill)
+        assert filled is not None
+        return filled.chunk(self.size, 1)[dist.get_rank(self.group)]
 
     def join(self, name: str, output: ModelOutput, whole: Whole, length: int) -> ModelOutput:
         """Outputs of all parts together. Backward gives each rank the gradient of its own part."""
         if not whole.calls:
             raise NotComputed(name, "outputs", f"its layers do not hand arguments on to their attention; {_WAY}")
-        for key in _BY_TOKEN:
+        for key in BY_TOKEN:
             if isinstance(value := output.get(key), torch.Tensor):
                 output[key] = _Joined.apply(value, self.group)[:, :length]  # type: ignore[no-untyped-call]
         return output
 
 
-def _padded(x: torch.Tensor | None, extra: int, fill: int) -> torch.Tensor | None:
+def padded(x: torch.Tensor | None, extra: int, fill: int) -> torch.Tensor | None:
+    """``x`` ``[B, T, ...]`` with ``extra`` tokens of the value ``fill`` behind; None stays None."""
     if x is None or not extra:
         return x
     return torch.cat([x, x.new_full((x.shape[0], extra, *x.shape[2:]), fill)], 1)

@@ -21,7 +21,7 @@ from twinkle_core.ops.sharded import is_sharded, set_to
 from twinkle_core.patches.heads import VALUE_HEAD
 from twinkle_core.train.folder import STATE_FILE
 from twinkle_transformers import checkpoint
-from twinkle_transformers.parallel import Layout
+from twinkle_transformers.layout import Layout
 from twinkle_transformers.precision import Precision, widen
 from twinkle_transformers.tree import plain_parameters, plain_state, untied_state
 

@@ -6,11 +6,15 @@ that has its weights already, and over the adapters that come later, which neith
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping, MutableMapping
 from typing import Any
 
 import torch
 from peft.tuners.lora import Linear as LoraLinear
 from peft.tuners.tuners_utils import BaseTunerLayer
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
+from torch.utils.weak import WeakIdKeyDictionary
 from transformers.distributed.expert_parallel import apply_expert_parallelism
 from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES, replace_layer_number_by_wildcard
 from transformers.distributed.tensor_parallel import apply_tensor_parallelism
@@ -18,6 +22,7 @@ from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 from twinkle_core.errors import BadLayout
 from twinkle_core.mesh import DeviceMesh
 from twinkle_core.ops.sharded import is_sharded
+from twinkle_transformers.token_parts import TokenParts
 
 #: how layers are cut that may carry LoRA
 _LINEAR = frozenset({"colwise", "rowwise"})
@@ -45,16 +50,13 @@ def check_mesh(owner: str, mesh: DeviceMesh) -> None:
     Raises:
         BadLayout: with the arithmetic.
     """
-    tp, ep, ulysses, fsdp = mesh.sizes["tp"], mesh.ep_size, mesh.ulysses_size, mesh.sizes["fsdp"]
+    tp, ulysses = mesh.sizes["tp"], mesh.ulysses_size
     for name in ("pp", "cp"):
         if mesh.sizes[name] > 1:
             way = "ulysses_size shares long rows" if name == "cp" else "fsdp_size and tp_size share the weights"
             raise BadLayout(owner, f"{name}_size {mesh.sizes[name]} is not for transformers models ({way})")
-    if mesh.sequence_parallel:
-        raise BadLayout(owner, "sequence_parallel with tp_size is not for transformers models (ulysses_size shares long rows)")
-    if ep > 1 and (tp > 1 or fsdp > 1 or ulysses > 1):
-        used = " × ".join(f"{n}_size {s}" for n, s in (("tp", tp), ("fsdp", fsdp), ("ulysses", ulysses)) if s > 1)
-        raise BadLayout(owner, f"ep_size {ep} with {used}: experts are shared by data ranks alone (dp_size {mesh.world_size})")
+    if mesh.sequence_parallel and tp == 1:
+        raise BadLayout(owner, "sequence_parallel shares tokens among the ranks of tp, and tp_size is 1; take ulysses_size")
     if ulysses > 1 and tp > 1:
         raise BadLayout(owner, f"ulysses_size {ulysses} × tp_size {tp}: both share the attention heads; take one of them")
     if mesh.etp_size > 1:
@@ -78,6 +80,8 @@ def check(owner: str, config: Any, mesh: DeviceMesh) -> None:
     if ep > 1 and experts is None:
         raise BadLayout(owner, f"ep_size {ep}: {type(config).__name__} has no experts")
     _divides(owner, "experts", experts, "ep_size", ep)
+    if mesh.sequence_parallel and text is not config:
+        raise BadLayout(owner, f"sequence_parallel is for models of texts, and this is a {type(config).__name__}; leave it off")
 
 
 def text_config_of(config: Any) -> Any:
@@ -93,17 +97,21 @@ class Parts:
     Args:
         module: has the same weights on all ranks; is changed in place.
         mesh: torch's, of the one dimension.
+        share_tokens: residuals and norms are of each rank's part of the tokens.
+        leave: names of the plan that are somebody else's to cut.
 
     Raises:
         BadLayout: transformers has no plan for this model, or one whose layers are cut in a way that isn't known here.
     """
 
-    def __init__(self, owner: str, module: Any, mesh: Any) -> None:
+    def __init__(
+        self, owner: str, module: Any, mesh: Any, share_tokens: bool = False, leave: Collection[str] = frozenset()
+    ) -> None:
         self.mesh = mesh
         ends = {m for m in (module.get_input_embeddings(), module.get_output_embeddings()) if m is not None}
-        whole = {name for name, m in module.named_modules() if m in ends}
+        whole = {name for name, m in module.named_modules() if m in ends} | set(leave)
         plan = {
-            k: v for k, v in _expanded(module, dict(module.tp_plan or {})).items() if k.removesuffix(".weight") not in whole
+            k: v for k, v in _expanded(module, dict(module.tp_plan or {})).items() if not {k, k.removesuffix(".weight")} & whole
         }
         if not plan:
             raise BadLayout(owner, f"tp_size {mesh.size()}: no plan for {type(module).__name__}; take fsdp_size")
@@ -112,18 +120,23 @@ class Parts:
             name, style = next(iter(strange.items()))
             raise BadLayout(owner, f"tp_size {mesh.size()}: {name} would be cut as '{style}'; take ep_size or fsdp_size")
         modules = dict(module.named_modules())
-        self._summed = [modules[k] for k, v in plan.items() if v == _PARTIAL]
+        summed = [k.rpartition(".") for k, v in plan.items() if v == _PARTIAL]
+        self._summed = [(modules[parent], name) for parent, _, name in summed]
         #: parameters whose gradients are parts of the whole
-        self.partial: set[torch.nn.Parameter] = set()
+        self.partial: MutableMapping[torch.nn.Parameter, bool] = WeakIdKeyDictionary()
         cut = {k: v for k, v in plan.items() if v != _PARTIAL}
         self._styles = {modules[k]: v for k, v in cut.items() if v in _LINEAR and k in modules}
         parameters = dict(module.named_parameters())
         weights = {f"{k}.{n}": v for k, v in cut.items() for n in ("weight", "bias") if f"{k}.{n}" in parameters}
-        apply_tensor_parallelism(module, mesh, weights | cut)
+        self.tokens = TokenParts(owner, module, mesh, plan, _LINEAR | {_PARTIAL, "replicate"}) if share_tokens else None
+        own = {name for name, m in modules.items() if self.tokens is not None and m in self.tokens.linear}
+        apply_tensor_parallelism(module, mesh, {k: v for k, v in (weights | cut).items() if k not in own})
 
     def note(self) -> None:
-        """All parameters are what they will be."""
-        self.partial = {p for module in self._summed for p in module.parameters()}
+        """All parameters are what they will be, or there are new ones: those whose gradients are parts are known."""
+        found = [p for parent, name in self._summed for p in getattr(parent, name).parameters()]
+        for p in [*found, *(self.tokens.partial() if self.tokens is not None else ())]:
+            self.partial[p] = True
 
     def adapt(self, module: torch.nn.Module, name: str) -> None:
         """Cut a new adapter as its layers are: of a layer that is cut by columns A is whole and B's outputs are cut; by rows,
@@ -139,10 +152,17 @@ class Parts:
                 continue
             if not isinstance(layer, LoraLinear) or layer.lora_variant.get(name) is not None:
                 raise TypeError(f"{type(layer).__name__} on a layer that is cut over tp ranks; take plain LoRA")
-            matrix = layer.lora_B[name] if style == "colwise" else layer.lora_A[name]
+            a, b = layer.lora_A[name], layer.lora_B[name]
+            matrix, rest = (b, a) if style == "colwise" else (a, b)
             for parameter in list(matrix._parameters):
                 ALL_PARALLEL_STYLES[style].shard_param(matrix, parameter, self.mesh)
-            ALL_PARALLEL_STYLES[style].install_forward(matrix, self.mesh)
+            if self.tokens is None or layer.get_base_layer() not in self.tokens.linear:
+                ALL_PARALLEL_STYLES[style].install_forward(matrix, self.mesh)
+                continue
+            self.tokens.compute(matrix, style)
+            for parameter in rest.parameters():  # from the outputs, or the tokens, that this rank has
+                self.partial[parameter] = True
+        self.note()
 
 
 def layers_of(module: torch.nn.Module, name: str) -> list[Any]:
@@ -158,22 +178,68 @@ def refuse_cut(layer: Any, dimension: str) -> None:
         raise TypeError(f"{what}; take fsdp_size, or other target modules")
 
 
+class _ByIdentity:
+    """Where a parameter is to be cut."""
+
+    def __init__(self, axes: Mapping[int, Shard]) -> None:
+        self._axes = axes
+
+    def __call__(self, parameter: torch.nn.Parameter) -> Shard:
+        return self._axes[id(parameter)]
+
+
+def planned_experts(module: Any) -> list[str]:
+    """Names of what ``Experts`` cuts, by transformers' plan."""
+    return list(_expanded(module, dict(module.ep_plan or {})))
+
+
 class Experts:
     """A mixture whose experts are shared by the ranks of ``ep``; tokens travel to the experts that they are routed to.
 
     Args:
         module: has the same weights on all ranks; is changed in place.
-        mesh: torch's, of the ranks that share; ``alone``: of this rank only.
+        mesh: torch's, ``ep`` and, before it, the ranks that have the same experts: ``fsdp`` where they are to have a part of
+            each, else ``rest``.
+        same: torch's, of the ranks with the same tokens (``tp``; this one alone, without).
     """
 
-    def __init__(self, owner: str, module: Any, mesh: Any, alone: Any) -> None:
-        plan = _expanded(module, dict(module.ep_plan or {}))
+    def __init__(self, owner: str, module: Any, mesh: Any, same: Any) -> None:
+        self.owner, self.mesh = owner, mesh
+        plan, size = _expanded(module, dict(module.ep_plan or {})), mesh["ep"].size()
         if not plan:
-            raise BadLayout(owner, f"ep_size {mesh.size()}: no plan for {type(module).__name__}; take fsdp_size")
-        apply_expert_parallelism(module, mesh, alone, plan, ep_implementation="all_to_all")
-        parameters = dict(module.named_parameters())
+            raise BadLayout(owner, f"ep_size {size}: no plan for {type(module).__name__}; take fsdp_size")
+        apply_expert_parallelism(module, mesh["ep"], same, plan, ep_implementation="all_to_all")
+        modules, parameters = dict(module.named_modules()), dict(module.named_parameters())
+        places = [name.rpartition(".") for name in plan if name in parameters]
+        self._places = [(modules[parent], name) for parent, _, name in places]
         #: parameters of which each rank has its own experts'
-        self.own = {parameters[name] for name in plan if name in parameters}
+        self.own: MutableMapping[torch.nn.Parameter, bool] = WeakIdKeyDictionary()
+
+    def shard(self, options: Mapping[str, Any]) -> None:
+        """Give each rank of ``fsdp`` that has the same experts a part of each of them (torch's ``fully_shard``).
+
+        Raises:
+            BadLayout: no axis can be cut into as many parts, or something beside the experts' weights is in their module.
+        """
+        count = self.mesh["fsdp"].size()
+        own = {id(getattr(m, name)) for m, name in self._places}
+        for module in dict.fromkeys(m for m, _ in self._places):
+            axes: dict[int, Shard] = {}  # by identity: what is referred to weakly can't be given storage later
+            for name, p in module.named_parameters():
+                axis = next((i for i in range(1, p.dim()) if p.shape[i] % count == 0), None)
+                if id(p) not in own or axis is None:
+                    why = "is no expert's" if id(p) not in own else f"{list(p.shape)} has no axis of {count} equal parts"
+                    size = self.mesh["ep"].size()
+                    raise BadLayout(
+                        self.owner, f"fsdp_size with ep_size {size}: {name} of {type(module).__name__} {why}; take dp_size"
+                    )
+                axes[id(p)] = Shard(axis)
+            fully_shard(module, **options, mesh=self.mesh["fsdp"], shard_placement_fn=_ByIdentity(axes))
+
+    def note(self) -> None:
+        """All parameters are what they will be."""
+        for module, name in self._places:
+            self.own[getattr(module, name)] = True
 
     def adapt(self, module: torch.nn.Module, name: str) -> None:
         """An adapter beside the experts; one on them would be needed where their tokens are.

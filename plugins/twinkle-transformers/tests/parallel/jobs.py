@@ -54,6 +54,7 @@ CONFIGS = {
     "normed": normed_config,
     "llama": tiny_config,
     "untied": lambda: tiny_config(tie_word_embeddings=False),
+    "biased": lambda: tiny_config(attention_bias=True, mlp_bias=True),
     "moe": moe_config,
 }
 
@@ -133,6 +134,23 @@ class Jobs:
             found[name] = {"start": start, "seen": seen, "weights": state(built, adapter)}
             logits = built.forward_only(batches()[0][:1], adapter_name=adapter).logits
             found[name]["logits"] = logits.detach().clone()
+        return found
+
+    def gradients(self, rank, world_size, jobs):
+        """Whole gradients of each window as the optimizer sees them."""
+        found = {}
+        for name, spec in jobs.items():
+            built = ready(spec)
+            optimizer, seen = built.sessions[""].optimizer, []
+            step = optimizer.step
+
+            def watched(*args, built=built, step=step, seen=seen, **kwargs):
+                seen.append({k: whole(p.grad).clone() for k, p in built.adapters.parameters("").items()})
+                return step(*args, **kwargs)
+
+            optimizer.step = watched
+            train(built, "", batches(), spec.get("window", 1))
+            found[name] = {"gradients": seen}
         return found
 
     def checkpoints(self, rank, world_size, folder, jobs):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from twinkle_transformers.testing import tiny_config, write_tiny_llama
 
 sys.path.insert(0, str(Path(__file__).parent))
 from jobs import Jobs, moe_config
+from verbs import Verbs
 
 
 def assert_same_training(alone, parts):
@@ -162,20 +164,73 @@ def test_two_tensor_parts():
     compare(jobs, 2)
 
 
+#: tokens between layers shared too
+SHARED = {"tp_size": 2, "sequence_parallel": True}
+
+
+def test_tokens_between_two_tensor_parts():
+    """Rows of odd lengths among them, norms and biases that see a part of the tokens, packed rows, and layers run again."""
+    jobs = {f"{o}{a}": {"sizes": SHARED, "optimizer": o, "adapter": a} for o in ("sgd", "adamw") for a in ("", "a")}
+    jobs["window"] = {"sizes": SHARED, "optimizer": "sgd", "window": 5, "kind": "normed"}
+    jobs["biased"] = {"sizes": SHARED, "optimizer": "adamw", "kind": "biased"}
+    jobs["packed"] = {"sizes": SHARED, "optimizer": "sgd", "packed": True}
+    jobs["checkpointed"] = {"sizes": SHARED, "optimizer": "sgd", "options": {"gradient_checkpointing": True}}
+    compare(jobs, 2)
+
+
+@pytest.mark.slow
+def test_tokens_between_tensor_parts_and_experts_that_are_cut():
+    jobs = {o: {"sizes": SHARED, "optimizer": o, "kind": "moe"} for o in ("sgd", "adamw")}
+    jobs["lora"] = {"sizes": SHARED, "optimizer": "adamw", "kind": "moe", "adapter": "a", "options": BESIDE}
+    compare(jobs, 2)
+
+
 @pytest.mark.slow
 def test_tensor_parts_on_two_times_two_ranks():
-    sizes = {"dp_size": 2, "tp_size": 2}
-    compare({f"{o}{a}": {"sizes": sizes, "optimizer": o, "adapter": a} for o in ("sgd", "adamw") for a in ("", "a")}, 4)
+    for sizes in ({"dp_size": 2, "tp_size": 2}, {"dp_size": 2, **SHARED}):
+        compare({f"{o}{a}": {"sizes": sizes, "optimizer": o, "adapter": a} for o in ("sgd", "adamw") for a in ("", "a")}, 4)
+
+
+@pytest.mark.slow
+def test_what_ranks_hold_between_layers():
+    """Norms in layers see half of the tokens, those beside heads all; a model that needs whole rows there is refused; texts
+    are generated as without."""
+    for found in ranks.run(Verbs, "between_layers", 2, {}, timeout=240):
+        assert found["seen"] == {"input_layernorm": 4, "q_norm": 7 + 1, "norm": 8}
+        assert found["texts"] == found["texts alone"]
+        assert "with parts of rows between its layers its outputs differ" in found["mixes"]
+        assert "leave sequence_parallel off" in found["mixes"] and found["same"]
 
 
 @pytest.mark.slow
 def test_tensor_parts_that_lie_apart():
-    """Weights cut over tp, and the parts over fsdp; norms whose gradients are parts, and experts that are cut too."""
+    """Weights cut over tp, and the parts over fsdp; norms whose gradients are parts, and experts that are cut too.
+
+    The windows are closed by SGD: see the test of gradients below."""
     sizes = {"fsdp_size": 2, "tp_size": 2}
     jobs = {f"{o}{a}": {"sizes": sizes, "optimizer": o, "adapter": a} for o in ("sgd", "adamw") for a in ("", "a")}
     jobs["window"] = {"sizes": sizes, "optimizer": "sgd", "window": 5, "kind": "normed"}
     jobs["moe"] = {"sizes": sizes, "optimizer": "adamw", "kind": "moe"}
+    jobs["tokens"] = {"sizes": {**sizes, **SHARED}, "optimizer": "sgd", "window": 5, "kind": "normed"}
+    jobs["tokens lora"] = {"sizes": {**sizes, **SHARED}, "optimizer": "adamw", "adapter": "a"}
     compare(jobs, 4)
+
+
+@pytest.mark.slow
+def test_gradients_of_tensor_parts_that_lie_apart():
+    """What AdamW is given. Weights under AdamW are not compared here: an embedding's element has a gradient of 5e-9, half of
+    AdamW's eps, in a tensor whose largest is 1e-2. Rounding makes it 8e-9, and the step of this one element 8e-5 longer."""
+    sizes = {"fsdp_size": 2, "tp_size": 2}
+    job = {"kind": "normed", "optimizer": "adamw", "window": 5}
+    jobs = {"parts": {**job, "sizes": sizes}, "tokens": {**job, "sizes": {**sizes, **SHARED}}}
+    alone = Jobs().gradients(0, 1, {"one": {**job, "sizes": {}}})["one"]
+    for part in ranks.run(Jobs, "gradients", 4, {"jobs": jobs}, timeout=240):
+        for name, found in part.items():
+            assert len(found["gradients"]) == len(alone["gradients"]) == 2
+            for here, there in zip(found["gradients"], alone["gradients"], strict=True):
+                assert here.keys() == there.keys()
+                for key, gradient in there.items():
+                    assert (here[key] - gradient).abs().max() <= 1e-5 * gradient.abs().max(), (name, key)
 
 
 @pytest.mark.slow
@@ -191,7 +246,38 @@ def test_two_shares_of_experts():
     jobs["data"] = {"sizes": {"dp_size": 2}, "optimizer": "adamw", "kind": "moe"}
     jobs["shards"] = {"sizes": {"fsdp_size": 2}, "optimizer": "adamw", "kind": "moe", "adapter": "a"}
     jobs["lora"] = {"sizes": {"ep_size": 2}, "optimizer": "adamw", "kind": "moe", "adapter": "a", "options": BESIDE}
+    both = {"sizes": {"fsdp_size": 2, "ep_size": 2}, "optimizer": "adamw", "kind": "moe"}
+    jobs["both"] = {**both, "window": 5}
+    jobs["both lora"] = {**both, "adapter": "a", "options": BESIDE}
     compare(jobs, 2)
+
+
+@pytest.mark.slow
+def test_shares_of_experts_beside_other_parts():
+    """Tokens of the same rows on the ranks of tp and of ulysses; read by one rank; layers run again."""
+    job = {"optimizer": "sgd", "kind": "moe"}
+    both = {"fsdp_size": 2, "ep_size": 2}
+    jobs = {"shards": {**job, "sizes": both}}
+    jobs["by one"] = {**job, "sizes": both, "options": {"memory_efficient_init": True, "gradient_checkpointing": True}}
+    jobs["sequence"] = {**job, "sizes": {"dp_size": 2, "ulysses_size": 2, "ep_size": 2}}
+    for name, sizes in (("tensor", {"tp_size": 2, "ep_size": 2}), ("tokens", {**SHARED, "ep_size": 2})):
+        jobs[name] = {**job, "sizes": sizes}
+        jobs[f"{name} lora"] = {"optimizer": "adamw", "kind": "moe", "sizes": sizes, "adapter": "a", "options": BESIDE}
+    compare(jobs, 2)
+
+
+@pytest.mark.slow
+def test_shares_of_experts_of_which_two_ranks_have_each():
+    """Parts of each expert on the two, or copies; more ranks for experts than for rows."""
+    job, lora = {"optimizer": "adamw", "kind": "moe"}, {"adapter": "a", "options": BESIDE}
+    shards, hybrid = {"fsdp_size": 4, "ep_size": 2}, {"dp_size": 2, "fsdp_size": 2, "ep_size": 2}
+    jobs = {"shards": {**job, "sizes": shards}, "lora": {**job, "sizes": shards, **lora}}
+    jobs |= {"hybrid": {**job, "sizes": hybrid, "window": 5}}
+    jobs["copies"] = {**job, "sizes": {"dp_size": 2, "tp_size": 2, "ep_size": 2}}
+    jobs["all"] = {**job, "sizes": {"fsdp_size": 2, "ep_size": 4, **SHARED}, "optimizer": "sgd"}
+    jobs["parts"] = {**job, "sizes": {"fsdp_size": 2, "tp_size": 2, "ep_size": 2}, "optimizer": "sgd", "window": 5}
+    jobs["one"] = {**job, "sizes": {"fsdp_size": 4, "ep_size": 4}, "optimizer": "sgd"}
+    compare(jobs, 4)
 
 
 def test_two_parts_of_the_sequence():
@@ -236,8 +322,7 @@ def test_two_tenants_train_as_in_one_process():
         ({"dp_size": 4, "ulysses_size": 4}, r"2 key-value heads can't be shared by ulysses_size 4"),
         ({"tp_size": 2, "dp_size": 2, "ulysses_size": 2}, "both share the attention heads"),
         ({"dp_size": 2, "ep_size": 2}, "LlamaConfig has no experts"),
-        ({"fsdp_size": 2, "ep_size": 2}, "experts are shared by data ranks alone"),
-        ({"tp_size": 2, "sequence_parallel": True}, "sequence_parallel"),
+        ({"dp_size": 2, "sequence_parallel": True}, "sequence_parallel shares tokens among the ranks of tp, and tp_size is 1"),
     ],
 )
 def test_meshes_that_make_no_sense_say_why(sizes, text):
@@ -247,9 +332,30 @@ def test_meshes_that_make_no_sense_say_why(sizes, text):
         tensor.check("TransformersModel", tiny_config(), mesh)
 
 
+def test_tokens_of_a_model_that_sees_are_not_shared():
+    config = types.SimpleNamespace(get_text_config=tiny_config)
+    with pytest.raises(BadLayout, match="sequence_parallel is for models of texts, and this is a SimpleNamespace; leave it"):
+        tensor.check("TransformersModel", config, DeviceMesh.from_sizes(**SHARED))
+
+
 def test_experts_are_shared_evenly():
     with pytest.raises(BadLayout, match=r"4 experts can't be shared by ep_size 3"):
         tensor.check("TransformersModel", moe_config(), DeviceMesh.from_sizes(dp_size=3, ep_size=3))
+
+
+def test_parts_of_experts_are_even():
+    """An expert of 3 x 5 on two ranks."""
+    experts = torch.nn.Module()
+    experts.weight = torch.nn.Parameter(torch.zeros(4, 3, 5))
+    found = object.__new__(tensor.Experts)
+    found.owner, found._places = "TransformersModel", [(experts, "weight")]
+    found.mesh = {"fsdp": types.SimpleNamespace(size=lambda: 2), "ep": types.SimpleNamespace(size=lambda: 4)}
+    with pytest.raises(BadLayout, match=r"weight of Module \[4, 3, 5\] has no axis of 2 equal parts; take dp_size"):
+        found.shard({})
+    experts.scale = torch.nn.Parameter(torch.zeros(4, 4))
+    experts.weight = torch.nn.Parameter(torch.zeros(4, 4, 5))
+    with pytest.raises(BadLayout, match="scale of Module is no expert's; take dp_size"):
+        found.shard({})
 
 
 def test_every_rank_is_in_one_group_of_each_kind():

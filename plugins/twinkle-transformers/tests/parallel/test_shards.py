@@ -102,13 +102,34 @@ def test_parts_of_layers_go_on(tmp_path):
 
 @pytest.mark.slow
 def test_experts_on_their_ranks_go_on(tmp_path):
+    """Whole ones, and beside shards; written by each rank, and by one."""
     job = {**ADAMW, "kind": "moe"}
-    given = {"folder": str(tmp_path), "jobs": {"m": {**job, "sizes": {"ep_size": 2}}}}
-    parts = [part["m"] for part in ranks.run(Jobs, "checkpoints", 2, given, timeout=240)]
+    meshes = {"m": {"ep_size": 2}, "both": {"ep_size": 2, "fsdp_size": 2}, "tensor": {"ep_size": 2, "tp_size": 2}}
+    jobs = {name: {**job, "sizes": sizes} for name, sizes in meshes.items()}
+    jobs["plain"] = {**jobs["both"], "save": {}}
+    parts = ranks.run(Jobs, "checkpoints", 2, {"folder": str(tmp_path), "jobs": jobs}, timeout=240)
+    for part in parts:
+        for name, found in part.items():
+            assert found["unbroken"] == found["resumed"] and same(found["first"], found["second"]), name
+    paths = {name: parts[0][name]["path"] for name in jobs}
+    alone = Jobs().resume(0, 1, paths, {name: {**job, "sizes": {}} for name in jobs}, str(tmp_path / "one"))
+    for name, found in alone.items():
+        assert_goes_on(found, parts[0][name]["unbroken"], parts[0][name]["first"])
+
+
+@pytest.mark.slow
+def test_parts_of_experts_go_on(tmp_path):
+    """Each expert on two ranks, in parts; the same mesh, one process, and experts on four ranks."""
+    job = {**ADAMW, "kind": "moe"}
+    given = {"folder": str(tmp_path), "jobs": {"m": {**job, "sizes": {"fsdp_size": 4, "ep_size": 2}}}}
+    parts = [part["m"] for part in ranks.run(Jobs, "checkpoints", 4, given, timeout=240)]
     for found in parts:
         assert found["unbroken"] == found["resumed"] and same(found["first"], found["second"])
     alone = Jobs().resume(0, 1, {"m": parts[0]["path"]}, {"m": {**job, "sizes": {}}}, str(tmp_path / "one"))["m"]
-    assert_goes_on(alone, parts[0]["unbroken"], parts[0]["first"])
+    jobs = {"m": {**job, "sizes": {"fsdp_size": 4, "ep_size": 4}}}
+    given = {"paths": {"m": alone["path"]}, "jobs": jobs, "folder": str(tmp_path / "four")}
+    for found in (alone, *(part["m"] for part in ranks.run(Jobs, "resume", 4, given, timeout=240))):
+        assert_goes_on(found, parts[0]["unbroken"], parts[0]["first"])
 
 
 def test_no_rank_holds_the_whole(tmp_path):
@@ -227,6 +248,8 @@ def test_an_open_window_of_several_ranks_goes_on(tmp_path):
         "fsdp": {"sizes": {"fsdp_size": 2}, "optimizer": "adamw"},
         "tp": {"sizes": {"tp_size": 2}, "optimizer": "adamw", "kind": "normed"},
         "tp_lora": {"sizes": {"tp_size": 2}, "optimizer": "adamw", "kind": "normed", "adapter": "a"},
+        "tokens": {"sizes": {"tp_size": 2, "sequence_parallel": True}, "optimizer": "adamw", "kind": "normed"},
+        "tokens_lora": {"sizes": {"tp_size": 2, "sequence_parallel": True}, "optimizer": "adamw", "adapter": "a"},
         "ulysses": {"sizes": {"dp_size": 2, "ulysses_size": 2}, "optimizer": "adamw"},
     }
     parts = ranks.run(Saving, "open_window", 2, {"folder": str(tmp_path), "jobs": jobs}, timeout=240)

@@ -100,6 +100,36 @@ class Verbs:
         ask("unread", lambda: TransformersModel(model_id=Path(folder), mixed_precision="no", device_mesh=mesh))
         return found
 
+    def between_layers(self, rank, world_size):
+        """How many tokens modules see, of one row of 7; and what is said of a layer that mixes tokens of its own accord."""
+        sizes, rows, seen = {"tp_size": world_size, "sequence_parallel": True}, random_rows([7], vocabulary=250), {}
+        built = model(sizes, "normed")
+        two = (built, model({"tp_size": world_size}, "normed"))
+        found = {"texts": [m.generate(rows, return_rows=True, max_new_tokens=3)[0]["input_ids"] for m in two]}
+        found["texts"], found["texts alone"] = found["texts"]
+        block = built.module.model.layers[0]
+        watched = {"input_layernorm": block.input_layernorm, "q_norm": block.self_attn.q_norm, "norm": built.module.model.norm}
+        built.set_optimizer("sgd", lr=0.1)
+        for again in (False, True):  # what is asked of the model once is over
+            for name, module in watched.items() if again else ():
+                module.register_forward_hook(lambda m, args, y, name=name: seen.update({name: args[0].shape[1]}))
+            built.forward_backward(rows)
+            built.zero_grad(drop=True)
+        found["seen"] = seen
+        mixes = model(sizes)
+        norm = mixes.module.model.layers[0].input_layernorm
+        own = norm.forward
+        norm.forward = lambda x: own(x) + own(x).cumsum(1)
+        before = state(mixes)
+        mixes.set_optimizer("sgd", lr=0.1)
+        try:
+            mixes.forward_backward(rows)
+            found["mixes"] = "nothing"
+        except TwinkleError as error:
+            found["mixes"] = str(error)
+        found["same"] = all(torch.equal(before[k], v) for k, v in state(mixes).items())
+        return found
+
     def default_mesh(self, rank, world_size):
         """The mesh of ``initialize`` is that of models and loaders made later, unless they are given one."""
         import twinkle
