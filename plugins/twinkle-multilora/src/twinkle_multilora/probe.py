@@ -17,7 +17,7 @@ from twinkle_core.ops.row_invariance import rows_invariant
 from twinkle_core.ops.token_logps import token_logps
 from twinkle_core.types import IGNORE_INDEX
 from twinkle_multilora.backend import needed
-from twinkle_multilora.layers import Span
+from twinkle_multilora.layers import SlotLinear, Span
 from twinkle_multilora.packing import Piece, pack
 
 if TYPE_CHECKING:
@@ -109,6 +109,8 @@ def _out_of_the_question(module: Any) -> str:
     takes = inspect.signature(body.forward).parameters if body is not None else {}
     if body is module or not {"inputs_embeds", "position_ids", "input_ids"} <= set(takes):
         return "its body takes no inputs_embeds and position_ids"
+    if isinstance(module.get_output_embeddings(), SlotLinear):
+        return "slots are beside its output layer, which sees labelled tokens alone and not the pass"
     if any(isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0 for m in module.modules()):
         return "it has dropout of its own, drawn for all rows at once"
     if any(getattr(config, "attention_dropout", 0) for config in configs_of(module)):
