@@ -215,12 +215,11 @@ def test_dropout_differs_between_passes_micro_batches_layers_and_tenants():
     x = torch.ones(50, 32)
     with torch.no_grad():
         for name in ("one", "two", "one"):
-            with model.adapters.activate(name):
-                with model.adapters.begun():
-                    for layer in layers:
-                        mask = (layer(x) - layer.base_layer(x))[:, :8]
-                        assert torch.equal(mask, (layer(x) - layer.base_layer(x))[:, :8])  # the same pass: the same mask
-                        assert set(mask.mul(3).round().unique().tolist()) == {0.0, 4.0}
-                        assert 0.15 < (mask.abs() < 0.5).float().mean() < 0.35
-                        seen.append(mask.round())
+            with model.adapters.activate(name), model.adapters.begun():
+                for layer in layers:
+                    mask = (layer(x) - layer.base_layer(x))[:, :8]
+                    assert torch.equal(mask, (layer(x) - layer.base_layer(x))[:, :8])  # the same pass: the same mask
+                    assert set(mask.mul(3).round().unique().tolist()) == {0.0, 4.0}
+                    assert 0.15 < (mask.abs() < 0.5).float().mean() < 0.35
+                    seen.append(mask.round())
     assert not any(torch.equal(a, b) for a, b in itertools.combinations(seen, 2))

@@ -324,7 +324,17 @@ def test_other_refusals(model):
         (LoraConfig(target_modules=["q_prj"]), "q_prj"),
         (LoraConfig(target_modules=["lm_head"]), "lm_head.*outside the slots"),
         (LoraConfig(target_modules=["embed_tokens"]), "embed_tokens.*linear layers alone"),
-        (LoraConfig(target_modules=["q_proj"], lora_dropout=1.5), "dropout"),
+        (LoraConfig(target_modules=["q_proj"], lora_dropout=1.5), "lora_dropout=1.5"),
+        (LoraConfig(target_modules=["q_proj"], lora_dropout=1), "lora_dropout=1 must be at least 0 and below 1"),
+        (LoraConfig(target_modules=["q_proj"], lora_dropout=-0.1), "lora_dropout=-0.1"),
+        (LoraConfig(target_modules=["q_proj"], lora_dropout=float("nan")), "lora_dropout=nan"),
+        (LoraConfig(target_modules=["q_proj"], lora_dropout="0.1"), "lora_dropout='0.1'"),
+        (LoraConfig(target_modules=["q_proj"], lora_alpha=float("nan")), "lora_alpha=nan must be a finite number above 0"),
+        (LoraConfig(target_modules=["q_proj"], lora_alpha=float("inf")), "lora_alpha=inf"),
+        (LoraConfig(target_modules=["q_proj"], lora_alpha=-8), "lora_alpha=-8"),
+        (LoraConfig(target_modules=["q_proj"], lora_alpha=0), "lora_alpha=0"),
+        (LoraConfig(target_modules=["q_proj"], lora_alpha=True), "lora_alpha=True"),
+        (LoraConfig(target_modules=["q_proj"], alpha_pattern={"q_proj": -1}), r"alpha_pattern\['q_proj'\]=-1"),
     ):
         state = torch.get_rng_state()
         with pytest.raises(BadAdapter, match=word):

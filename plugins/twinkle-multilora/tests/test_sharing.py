@@ -14,6 +14,7 @@ from transformers import MistralConfig, MixtralConfig, MixtralForCausalLM
 from twinkle_core.errors import BadAdapter, BadArgument, BadLossResult, LabelsMissing, UnknownAdapter
 from twinkle_multilora.model import MultiLoraTransformersModel
 from twinkle_multilora.packing import LEAST
+from twinkle_multilora.scheduler import TenantScheduler
 from twinkle_transformers.testing import tiny_config
 
 #: config, optimizer, loss, rows of a step
@@ -353,6 +354,22 @@ def test_groups_keep_to_the_budget(monkeypatch):
     # a 22 tokens, b 2, c 35 (alone), d 18
     model.forward_backward_many({name: rows_of(name, 0) for name in "abcd"})
     assert sorted(passes) == [1, 1, 2]
+
+
+@pytest.mark.parametrize("name", ["budget", "alone", "patience"])
+@pytest.mark.parametrize("value", [-1, float("nan"), float("inf"), True, "9", None, 0, 1.5])
+def test_limits_of_the_scheduler_are_numbers(name, value):
+    model = build()
+    if name == "patience" and value in (0, 1.5):  # seconds
+        model.scheduler.patience = value
+        return
+    before = getattr(model.scheduler, name)
+    for ask in (lambda: setattr(model.scheduler, name, value), lambda: TenantScheduler(model, **{name: value})):
+        with pytest.raises(BadArgument, match=f"{name}={value!r}"):
+            ask()
+    assert getattr(model.scheduler, name) == before
+    join(model, "b")
+    model.forward_backward(rows_of("b", 0), adapter_name="b")
 
 
 def test_a_window_hides_what_it_hides_alone(monkeypatch):
