@@ -51,8 +51,8 @@ def check_temperature(temperature: Any) -> None:
 
 
 def check_lora(name: str, config: Any) -> None:
-    """Raise BadAdapter unless the numbers of an adapter's config can be computed with, as far as it has them: a scale of NaN, or
-    a dropout that leaves nothing, would show in training alone."""
+    """Raise BadAdapter unless the numbers of an adapter's config can be computed with, as far as it has them: a scale of NaN,
+    or a dropout that leaves nothing, would show in training alone."""
     patterns = getattr(config, "alpha_pattern", None)
     alphas = {f"alpha_pattern[{key!r}]": alpha for key, alpha in patterns.items()} if isinstance(patterns, Mapping) else {}
     if hasattr(config, "lora_alpha"):

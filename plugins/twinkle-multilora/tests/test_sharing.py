@@ -341,8 +341,23 @@ def test_loss_arguments_of_each_and_of_all():
     model.set_loss("cross_entropy", adapter_name="c")  # it takes no arguments
     model.forward_backward_many({name: rows_of("a", 0) for name in "ac"}, weight={"a": 3.0}, shared={"a": 4})
     assert seen[3.0] == 4
-    with pytest.raises(BadArgument, match="'nobody'"):
-        model.forward_backward_many({name: rows_of("a", 0) for name in "ac"}, weight={"a": 3.0, "nobody": 1})
+    model.set_loss(noted, adapter_name="c")
+    model.forward_backward_many({"a": rows_of("a", 0), "lora_1": rows_of("a", 0)}, weight={"lora_0": 5.0, "c": 6.0}, shared=1)
+    assert seen[5.0] == seen[6.0] == 1  # by names of slots as well
+
+
+@pytest.mark.parametrize(
+    ("weight", "strange"),
+    [({"a": 3.0, "nobody": 1}, "'nobody'"), ({"d": 3.0}, "'d'"), ({"a": 1, "lora_0": 2}, "'lora_0'"), ({"a": 1, 7: 2}, "7")],
+)
+def test_loss_arguments_that_name_tenants_and_something_else(weight, strange):
+    """A key beside them that is nobody, a tenant without rows, one tenant twice: nothing runs."""
+    model = build()
+    for name in "acd":
+        join(model, name)
+        model.set_loss(lambda inputs, outputs, weight: 1 / 0, adapter_name=name)
+    with pytest.raises(BadArgument, match=f"weight={strange}.*a, c"):
+        model.forward_backward_many({name: rows_of("a", 0) for name in "ac"}, weight=weight)
 
 
 def test_groups_keep_to_the_budget(monkeypatch):

@@ -192,7 +192,7 @@ class SlotEngine(TransformersEngine):
             with self.slots.begun() if train else contextlib.nullcontext():
                 output = super().forward(batch, needs, train=train, temperature=temperature, task=task)
                 return self._remembered(output) if train else output
-        packed = pack([piece])
+        packed = pack([piece], self.sharing.widths)
         with self._made_ready(packed, [self.slots.selection.now.active], train):
             _, (output,) = self._outputs(packed, [needs], temperature, train)
         return output
@@ -267,7 +267,7 @@ class SlotEngine(TransformersEngine):
         slots = [share.slot for share in shares]
         seams: list[list[Seam]] = [[] for _ in shares]
         needs = [share.needs for share in shares]
-        packed = pack(pieces)
+        packed = pack(pieces, self.sharing.widths)
         with self._made_ready(packed, slots, True):
             hidden, outputs = self._all_or_none(lambda: self._outputs(packed, needs, temperature, True, seams))
         for share in shares:
