@@ -1,4 +1,4 @@
-"""Functions that two formulas compute, one for vectors and one for what is left over: passes have a size that leaves nothing."""
+"""Functions that two formulas compute, one for vectors and one for what is left over: passes are so large that nothing is."""
 
 from __future__ import annotations
 

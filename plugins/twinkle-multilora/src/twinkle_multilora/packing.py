@@ -89,7 +89,8 @@ def piece_of(inputs: Mapping[str, Any], takes: frozenset[str]) -> Piece | None:
 class Pack:
     """Pieces one after the other: ``ids``, ``positions``, ``labels`` ``[1, N]``, and the ``lengths`` of all rows.
 
-    N is at least ``LEAST``, and such that no function depends on it (``aligned``); ``filler`` tokens that are nobody's are the last row then.
+    N is at least ``LEAST``, and such that no function depends on it (``aligned``); ``filler`` tokens that are nobody's are the
+    last row then.
     """
 
     ids: Tensor

@@ -67,7 +67,8 @@ def sharing_of(
 ) -> Sharing:
     """The best way in which rows of tenants keep apart to the last bit.
 
-    Runs the model without adapters on a few tokens, and on as many as passes have where that takes no second. Nothing is drawn from the global generator, and nothing is left changed.
+    Runs the model without adapters on a few tokens, and on as many as passes have where that takes no second. Nothing is drawn
+    from the global generator, and nothing is left changed.
 
     Args:
         autocast: gives the context of the model's forwards.
