@@ -286,6 +286,7 @@ class SlotEngine(TransformersEngine):
         del hidden
         if reached:
             roots, given = zip(*reached, strict=True)
+            assert self.slots is not None
             with by_row(self.module), self.slots.selection.kept(), self._added(slots, failed), training(self.module):
                 torch.autograd.backward(roots, given)
 
@@ -326,12 +327,10 @@ class SlotEngine(TransformersEngine):
             parameter.grad = None
         try:
             yield
-            both = [p for slot, parameters in own.items() if slot not in failed for p in parameters if p.grad is not None]
-            after.update((p, p.grad) for p in both)
-            both = [p for p in both if before[p] is not None]
-            if both:
-                sums = torch._foreach_add([before[p] for p in both], [p.grad for p in both])  # type: ignore[arg-type]
-                after.update(zip(both, sums, strict=True))
+            for slot, parameters in own.items():
+                for p in parameters if slot not in failed else ():
+                    old, new = before[p], p.grad
+                    after[p] = new if old is None else old if new is None else old + new
         except BaseException:
             after = before
             raise

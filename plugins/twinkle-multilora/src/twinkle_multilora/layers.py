@@ -69,7 +69,7 @@ class Selection:
         """``x``, an output of a forward. Whenever its graph is gone back through, what takes part now does so again: layers
         whose activations are computed a second time then see whose rows they have, and draw the masks that they drew, whatever
         forwards came in between. Who goes back keeps what was (``kept``)."""
-        return _Remembered.apply(x, self) if x.requires_grad else x  # type: ignore[no-any-return,no-untyped-call]
+        return _Remembered.apply(x, self) if x.requires_grad else x  # type: ignore[no-untyped-call]
 
 
 class _Remembered(torch.autograd.Function):

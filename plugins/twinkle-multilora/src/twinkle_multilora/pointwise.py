@@ -43,7 +43,7 @@ def _is_whole(size: int, threads: int) -> bool:
     return size % VECTORS == 0 and -(-size // parts) % VECTORS == 0
 
 
-class Watch(TorchDispatchMode):
+class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Tries each function that runs inside, forward and backward, on its own numbers.
 
     Args:
@@ -53,7 +53,7 @@ class Watch(TorchDispatchMode):
     """
 
     def __init__(self, rows: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.why = ""
         self._rows = rows
         self._seen: dict[tuple[Any, ...], bool] = {}
@@ -77,7 +77,7 @@ class Watch(TorchDispatchMode):
             return
         if not any(t.is_floating_point() for t in tensors) or any(isinstance(v, Tensor) for v in kwargs.values()):
             return
-        size = torch.broadcast_shapes(*(t.shape for t in tensors)).numel()
+        size = torch.broadcast_shapes(*(t.shape for t in tensors)).numel()  # type: ignore[no-untyped-call]
         key = (func, size, *(t.dtype for t in tensors))
         if size == 0 or key in self._seen:
             return
@@ -107,7 +107,7 @@ def _numbers(tensors: Sequence[Tensor], kind: torch.dtype) -> list[Tensor]:
     """1024 numbers for each argument: its own, as often as it takes, then some that are spread out."""
     found = []
     spread = torch.linspace(-6, 6, 512, device=tensors[0].device)
-    for i, whole in enumerate(torch.broadcast_tensors(*tensors)):
+    for i, whole in enumerate(torch.broadcast_tensors(*tensors)):  # type: ignore[no-untyped-call]
         own = whole.detach().reshape(-1)[:512]
         own = own.repeat(-(-512 // own.numel()))[:512]
         if own.is_floating_point():
@@ -120,7 +120,7 @@ def _numbers(tensors: Sequence[Tensor], kind: torch.dtype) -> list[Tensor]:
 def _varies(call: Callable[[Iterator[Tensor]], Tensor], numbers: Sequence[Tensor]) -> bool:
     """Whether numbers by sevens, which are no vectors, come out otherwise than all at once."""
     whole = call(iter([t.clone() for t in numbers]))
-    parts = zip(*(t.split(7) for t in numbers), strict=True)
+    parts = zip(*(torch.split(t, 7) for t in numbers), strict=True)
     return not _same(torch.cat([call(iter([t.clone() for t in part])) for part in parts]), whole)
 
 

@@ -181,7 +181,8 @@ class _Trial:
 
     def watched(self) -> Watch:
         """A pass in which each function is tried."""
-        with Watch(sum(_ROWS)) as watch:
+        watch = Watch(sum(_ROWS))
+        with watch:
             self._pass(range(len(_ROWS)), False)
         return watch
 
