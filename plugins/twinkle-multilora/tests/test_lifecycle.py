@@ -349,7 +349,7 @@ def test_other_refusals(model):
         ({"r": 8}, "peft config"),
         (LoraConfig(target_modules=["q_prj"]), "q_prj"),
         (LoraConfig(target_modules=["lm_head"]), "lm_head.*outside the slots"),
-        (LoraConfig(target_modules=["embed_tokens"]), "embed_tokens.*linear layers alone"),
+        (LoraConfig(target_modules=["embed_tokens"]), "embed_tokens.*linear layers alone; leave it out"),
         (LoraConfig(target_modules=["q_proj"], lora_dropout=1.5), "lora_dropout=1.5"),
         (LoraConfig(target_modules=["q_proj"], lora_dropout=1), "lora_dropout=1 must be at least 0 and below 1"),
         (LoraConfig(target_modules=["q_proj"], lora_dropout=-0.1), "lora_dropout=-0.1"),

@@ -306,6 +306,8 @@ def test_numbers_that_are_none_stay_with_their_tenant():
         ({"c": rows_of("c", 0), "a": [{"input_ids": [3, 4]}]}, LabelsMissing),
         ({"a": rows_of("a", 0), "lora_0": rows_of("a", 0)}, BadArgument),
         ({"a": rows_of("a", 0), "": rows_of("a", 0)}, BadArgument),
+        ({None: rows_of("a", 0)}, BadArgument),
+        ({7: rows_of("a", 0)}, BadArgument),
         ({}, BadArgument),
         (rows_of("a", 0), BadArgument),
     ],
@@ -358,6 +360,14 @@ def test_loss_arguments_that_name_tenants_and_something_else(weight, strange):
         model.set_loss(lambda inputs, outputs, weight: 1 / 0, adapter_name=name)
     with pytest.raises(BadArgument, match=f"weight={strange}.*a, c"):
         model.forward_backward_many({name: rows_of("a", 0) for name in "ac"}, weight=weight)
+
+
+def test_nobody_is_meant_by_no_name():
+    model = build()
+    join(model, "a")
+    with pytest.raises(BadArgument, match=r"inputs=None.*by its name"):
+        model.forward_backward_many({None: rows_of("a", 0)})
+    assert model.sessions["a"].window.count == 0
 
 
 def test_groups_keep_to_the_budget(monkeypatch):

@@ -224,7 +224,8 @@ class SlotAdapters(ModelStore):
             if type(layer) is not Linear:
                 what = type(layer.get_base_layer()).__name__
                 ends = sorted({other.rpartition(".")[2] for other, linear in layers.items() if type(linear) is Linear})
-                way = f"slots are beside linear layers alone: MultiLoraTransformersModel(..., target_modules={ends})"
+                way = "slots are beside linear layers alone"
+                way += f": MultiLoraTransformersModel(..., target_modules={ends})" if ends else "; leave it out"
                 raise BadAdapter(name, f"target_modules mean {key}, a {what}; {way}")
             if layer.lora_variant:
                 variant = type(layer.lora_variant[_INNER]).__name__

@@ -62,6 +62,8 @@ class Many(ForwardVerbs):
             raise BadArgument("inputs", type(inputs).__name__, "a dict: each tenant's name, and its rows")
         many: list[Asked] = []
         for name, rows in inputs.items():
+            if name is None:  # a verb without a name may mean the only one there is; here nobody is meant
+                raise BadArgument("inputs", name, "each tenant once, by its name or its slot's")
             session = self._session(name)
             if session.name == BASE or any(asked.session is session for asked in many):
                 raise BadArgument("inputs", name, "each tenant once, by its name or its slot's")
