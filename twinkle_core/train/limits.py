@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from numbers import Real
 from typing import Any
 
-from twinkle_core.errors import BadArgument
+from twinkle_core.errors import BadAdapter, BadArgument
 
 
 def is_number(value: Any) -> bool:
@@ -48,6 +48,21 @@ def check_temperature(temperature: Any) -> None:
     """Raise BadArgument unless logits can be divided by it."""
     if not is_number(temperature) or not 0 < temperature < math.inf:
         raise BadArgument("temperature", temperature, "a finite number above 0")
+
+
+def check_lora(name: str, config: Any) -> None:
+    """Raise BadAdapter unless the numbers of an adapter's config can be computed with, as far as it has them: a scale of NaN,
+    or a dropout that leaves nothing, would show in training alone."""
+    patterns = getattr(config, "alpha_pattern", None)
+    alphas = {f"alpha_pattern[{key!r}]": alpha for key, alpha in patterns.items()} if isinstance(patterns, Mapping) else {}
+    if hasattr(config, "lora_alpha"):
+        alphas = {"lora_alpha": config.lora_alpha, **alphas}
+    for where, alpha in alphas.items():
+        if not is_number(alpha) or not 0 < alpha < math.inf:
+            raise BadAdapter(name, f"{where}={alpha!r} must be a finite number above 0; updates are scaled by it over the rank")
+    dropout = getattr(config, "lora_dropout", 0.0)
+    if not is_number(dropout) or not 0 <= dropout < 1:
+        raise BadAdapter(name, f"lora_dropout={dropout!r} must be at least 0 and below 1; 0 leaves nothing out")
 
 
 def check_count(name: str, value: Any, *, least: int = 0) -> None:

@@ -215,8 +215,7 @@ def test_dropout_differs_between_passes_micro_batches_layers_and_tenants():
     x = torch.ones(50, 32)
     with torch.no_grad():
         for name in ("one", "two", "one"):
-            with model.adapters.activate(name):
-                model.adapters.begin_pass()
+            with model.adapters.activate(name), model.adapters.begun():
                 for layer in layers:
                     mask = (layer(x) - layer.base_layer(x))[:, :8]
                     assert torch.equal(mask, (layer(x) - layer.base_layer(x))[:, :8])  # the same pass: the same mask

@@ -10,7 +10,7 @@ import torch
 from peft import LoraConfig
 from peft.tuners.lora.layer import Linear as PeftLinear
 
-from twinkle_multilora.layers import Draws, Selection, SlotLinear, Span
+from twinkle_multilora.layers import Draws, Selection, SlotLinear, Span, Taking
 from twinkle_multilora.model import MultiLoraTransformersModel
 from twinkle_transformers.testing import tiny_config
 
@@ -35,7 +35,7 @@ def test_it_computes_what_pefts_layer_does(dtype):
     """Outputs and all gradients, to rounding."""
     layer, plain = pair(dtype)
     for slot, expected in plain.items():
-        layer.selection.active = slot
+        layer.selection.now = Taking(slot)
         x = torch.randn(2, 5, 6, dtype=dtype, requires_grad=True)
         y = x.detach().clone().requires_grad_()
         layer(x).float().square().sum().backward()
@@ -47,9 +47,9 @@ def test_it_computes_what_pefts_layer_does(dtype):
         right = (y.grad, expected.lora_A["x"].weight.grad, expected.lora_B["x"].weight.grad)
         for f, r in zip(found, right, strict=True):
             torch.testing.assert_close(f, r)
-    layer.selection.active = 1  # free
+    layer.selection.now = Taking(1)  # free
     assert torch.equal(layer(x), layer.base_layer(x))
-    layer.selection.active = None
+    layer.selection.now = Taking()
     assert torch.equal(layer(x), layer.base_layer(x))
 
 
@@ -59,15 +59,14 @@ def test_rows_of_several_slots_in_one_pass():
     x = torch.randn(9, 6)
     spans = [Span(2, 3), Span(None, 1), Span(0, 4), Span(2, 1)]
     starts = [0, 3, 4, 8]
-    layer.selection.spans = spans
+    layer.selection.now = Taking(spans=spans)
     shared = layer(x[None])[0]
     shared.square().sum().backward()
     grads = {slot: (part.A.grad.clone(), part.B.grad.clone()) for slot, part in layer.parts.items()}
     for part in layer.parts.values():
         part.A.grad = part.B.grad = None
-    layer.selection.spans = None
     for span, start in zip(spans, starts, strict=True):
-        layer.selection.active = span.slot
+        layer.selection.now = Taking(span.slot)
         own = layer(x[start : start + span.rows])
         torch.testing.assert_close(shared[start : start + span.rows], own, rtol=1e-6, atol=1e-6)
         if span.slot is not None:

@@ -53,8 +53,34 @@ def model():
 
 
 def test_it_is_a_transformers_model(model):
+    """No verb is written anew along its classes; and what one tenant's steps give is what a TransformersModel gives."""
     assert isinstance(model, TransformersModel)
-    assert not {name for name in vars(TwinkleModel) if not name.startswith("_")} & vars(MultiLoraTransformersModel).keys()
+    verbs = {name for name in vars(TwinkleModel) if not name.startswith("_")}
+    own = [cls for cls in type(model).__mro__ if cls.__module__.startswith("twinkle_multilora.")]
+    assert len(own) > 2 and not [(cls, name) for cls in own for name in verbs & vars(cls).keys()]
+    plain = TransformersModel(config=tiny_config(), mixed_precision="no")
+    plain.adapters.load_state_dict("", model.get_state_dict(adapter_name=""))
+    seen = []
+    for each in (model, plain):
+        torch.manual_seed(1)
+        each.add_adapter_to_model(
+            "a", LoraConfig(r=4, lora_alpha=8, target_modules="all-linear"), gradient_accumulation_steps=2
+        )
+        each.set_optimizer("adamw", lr=1e-2)
+        each.set_lr_scheduler("linear_warmup", num_warmup_steps=2, num_training_steps=4)
+        each.add_metric("accuracy")
+        found = []
+        for i in range(6):
+            found.append(float(each.forward_backward(ROWS if i % 2 else ROWS[:1])))
+            norm = each.clip_grad_and_step(0.1)
+            found += [] if norm is None else [float(norm)]
+        found.append(float(each.forward_only(ROWS).logps.sum()))
+        seen.append((found, each.calculate_metric(is_training=True), weights(each, "a")))
+    (shared, metric, own_weights), (expected, plain_metric, plain_weights) = seen
+    assert shared == pytest.approx(expected, rel=1e-4) and metric == pytest.approx(plain_metric, rel=1e-4)
+    assert own_weights.keys() == plain_weights.keys()
+    for key, value in plain_weights.items():
+        torch.testing.assert_close(own_weights[key], value, rtol=1e-4, atol=1e-5)
 
 
 def test_tenants_and_slots(model):
@@ -323,8 +349,18 @@ def test_other_refusals(model):
         ({"r": 8}, "peft config"),
         (LoraConfig(target_modules=["q_prj"]), "q_prj"),
         (LoraConfig(target_modules=["lm_head"]), "lm_head.*outside the slots"),
-        (LoraConfig(target_modules=["embed_tokens"]), "embed_tokens.*linear layers alone"),
-        (LoraConfig(target_modules=["q_proj"], lora_dropout=1.5), "dropout"),
+        (LoraConfig(target_modules=["embed_tokens"]), "embed_tokens.*linear layers alone; leave it out"),
+        (LoraConfig(target_modules=["q_proj"], lora_dropout=1.5), "lora_dropout=1.5"),
+        (LoraConfig(target_modules=["q_proj"], lora_dropout=1), "lora_dropout=1 must be at least 0 and below 1"),
+        (LoraConfig(target_modules=["q_proj"], lora_dropout=-0.1), "lora_dropout=-0.1"),
+        (LoraConfig(target_modules=["q_proj"], lora_dropout=float("nan")), "lora_dropout=nan"),
+        (LoraConfig(target_modules=["q_proj"], lora_dropout="0.1"), "lora_dropout='0.1'"),
+        (LoraConfig(target_modules=["q_proj"], lora_alpha=float("nan")), "lora_alpha=nan must be a finite number above 0"),
+        (LoraConfig(target_modules=["q_proj"], lora_alpha=float("inf")), "lora_alpha=inf"),
+        (LoraConfig(target_modules=["q_proj"], lora_alpha=-8), "lora_alpha=-8"),
+        (LoraConfig(target_modules=["q_proj"], lora_alpha=0), "lora_alpha=0"),
+        (LoraConfig(target_modules=["q_proj"], lora_alpha=True), "lora_alpha=True"),
+        (LoraConfig(target_modules=["q_proj"], alpha_pattern={"q_proj": -1}), r"alpha_pattern\['q_proj'\]=-1"),
     ):
         state = torch.get_rng_state()
         with pytest.raises(BadAdapter, match=word):

@@ -14,6 +14,7 @@ from transformers import MistralConfig, MixtralConfig, MixtralForCausalLM
 from twinkle_core.errors import BadAdapter, BadArgument, BadLossResult, LabelsMissing, UnknownAdapter
 from twinkle_multilora.model import MultiLoraTransformersModel
 from twinkle_multilora.packing import LEAST
+from twinkle_multilora.scheduler import TenantScheduler
 from twinkle_transformers.testing import tiny_config
 
 #: config, optimizer, loss, rows of a step
@@ -306,6 +307,8 @@ def test_numbers_that_are_none_stay_with_their_tenant():
         ({"c": rows_of("c", 0), "a": [{"input_ids": [3, 4]}]}, LabelsMissing),
         ({"a": rows_of("a", 0), "lora_0": rows_of("a", 0)}, BadArgument),
         ({"a": rows_of("a", 0), "": rows_of("a", 0)}, BadArgument),
+        ({None: rows_of("a", 0)}, BadArgument),
+        ({7: rows_of("a", 0)}, BadArgument),
         ({}, BadArgument),
         (rows_of("a", 0), BadArgument),
     ],
@@ -341,8 +344,31 @@ def test_loss_arguments_of_each_and_of_all():
     model.set_loss("cross_entropy", adapter_name="c")  # it takes no arguments
     model.forward_backward_many({name: rows_of("a", 0) for name in "ac"}, weight={"a": 3.0}, shared={"a": 4})
     assert seen[3.0] == 4
-    with pytest.raises(BadArgument, match="'nobody'"):
-        model.forward_backward_many({name: rows_of("a", 0) for name in "ac"}, weight={"a": 3.0, "nobody": 1})
+    model.set_loss(noted, adapter_name="c")
+    model.forward_backward_many({"a": rows_of("a", 0), "lora_1": rows_of("a", 0)}, weight={"lora_0": 5.0, "c": 6.0}, shared=1)
+    assert seen[5.0] == seen[6.0] == 1  # by names of slots as well
+
+
+@pytest.mark.parametrize(
+    ("weight", "strange"),
+    [({"a": 3.0, "nobody": 1}, "'nobody'"), ({"d": 3.0}, "'d'"), ({"a": 1, "lora_0": 2}, "'lora_0'"), ({"a": 1, 7: 2}, "7")],
+)
+def test_loss_arguments_that_name_tenants_and_something_else(weight, strange):
+    """A key beside them that is nobody, a tenant without rows, one tenant twice: nothing runs."""
+    model = build()
+    for name in "acd":
+        join(model, name)
+        model.set_loss(lambda inputs, outputs, weight: 1 / 0, adapter_name=name)
+    with pytest.raises(BadArgument, match=f"weight={strange}.*a, c"):
+        model.forward_backward_many({name: rows_of("a", 0) for name in "ac"}, weight=weight)
+
+
+def test_nobody_is_meant_by_no_name():
+    model = build()
+    join(model, "a")
+    with pytest.raises(BadArgument, match=r"inputs=None.*by its name"):
+        model.forward_backward_many({None: rows_of("a", 0)})
+    assert model.sessions["a"].window.count == 0
 
 
 def test_groups_keep_to_the_budget(monkeypatch):
@@ -354,6 +380,22 @@ def test_groups_keep_to_the_budget(monkeypatch):
     # a 22 tokens, b 2, c 35 (alone), d 18
     model.forward_backward_many({name: rows_of(name, 0) for name in "abcd"})
     assert sorted(passes) == [1, 1, 2]
+
+
+@pytest.mark.parametrize("name", ["budget", "alone", "patience"])
+@pytest.mark.parametrize("value", [-1, float("nan"), float("inf"), True, "9", None, 0, 1.5])
+def test_limits_of_the_scheduler_are_numbers(name, value):
+    model = build()
+    if name == "patience" and value in (0, 1.5):  # seconds
+        model.scheduler.patience = value
+        return
+    before = getattr(model.scheduler, name)
+    for ask in (lambda: setattr(model.scheduler, name, value), lambda: TenantScheduler(model, **{name: value})):
+        with pytest.raises(BadArgument, match=f"{name}={value!r}"):
+            ask()
+    assert getattr(model.scheduler, name) == before
+    join(model, "b")
+    model.forward_backward(rows_of("b", 0), adapter_name="b")
 
 
 def test_a_window_hides_what_it_hides_alone(monkeypatch):

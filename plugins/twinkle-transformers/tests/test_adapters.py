@@ -302,6 +302,9 @@ def logits_without(module, store, ids):
 
 
 BAD = {
+    "alpha that is no number": (LoraConfig(r=2, target_modules=["q_proj"], lora_alpha=float("nan")), "lora_alpha=nan"),
+    "alpha below 0": (LoraConfig(r=2, target_modules=["q_proj"], lora_alpha=-8), "lora_alpha=-8"),
+    "dropout that leaves nothing": (LoraConfig(r=2, target_modules=["q_proj"], lora_dropout=1.0), "lora_dropout=1.0"),
     "unknown module": (LoraConfig(target_modules=["nope"]), "nope"),
     "rank 0": (LoraConfig(target_modules=QV, r=0), "r"),
     "rank -1": (LoraConfig(target_modules=QV, r=-1), "r"),

@@ -20,6 +20,7 @@ from twinkle_core import hub
 from twinkle_core.contracts.adapters import BASE, AdapterStore
 from twinkle_core.errors import BadAdapter, CheckpointMismatch, CheckpointNotFound, DuplicateAdapter, UnknownAdapter
 from twinkle_core.names import closest
+from twinkle_core.train import limits
 from twinkle_core.train.single import check_state
 from twinkle_megatron import files, foreign
 from twinkle_megatron.cpu.runtime import RUNTIME, computes
@@ -340,8 +341,7 @@ def checked(name: str, config: Any, family: str, layout: Layout) -> LoraConfig:
         raise BadAdapter(name, f"{why}. Train the whole model, or the adapter with TransformersModel")
     if layout.etp > 1:
         raise BadAdapter(name, "LoRA on experts that are split themselves (etp_size > 1) is not there; set etp_size=1")
-    if not 0 <= config.lora_dropout < 1:
-        raise BadAdapter(name, f"lora_dropout={config.lora_dropout!r} must be at least 0 and below 1")
+    limits.check_lora(name, config)
     default = LoraConfig()
     odd = [
         field

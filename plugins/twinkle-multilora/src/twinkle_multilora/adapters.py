@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,7 @@ from twinkle_core.errors import BadAdapter, FailedElsewhere
 from twinkle_core.isolation import attempt
 from twinkle_core.ops.lora_linear import dropout_seed
 from twinkle_multilora.backend import needed
-from twinkle_multilora.layers import Draws, Selection, SlotLinear, Span
+from twinkle_multilora.layers import Draws, Selection, SlotLinear, Span, Taking
 from twinkle_multilora.options import check_options, check_ranks, check_targets
 from twinkle_multilora.pool import LoraTenant, SlotPool
 
@@ -223,7 +224,8 @@ class SlotAdapters(ModelStore):
             if type(layer) is not Linear:
                 what = type(layer.get_base_layer()).__name__
                 ends = sorted({other.rpartition(".")[2] for other, linear in layers.items() if type(linear) is Linear})
-                way = f"slots are beside linear layers alone: MultiLoraTransformersModel(..., target_modules={ends})"
+                way = "slots are beside linear layers alone"
+                way += f": MultiLoraTransformersModel(..., target_modules={ends})" if ends else "; leave it out"
                 raise BadAdapter(name, f"target_modules mean {key}, a {what}; {way}")
             if layer.lora_variant:
                 variant = type(layer.lora_variant[_INNER]).__name__
@@ -256,14 +258,10 @@ class SlotAdapters(ModelStore):
 
     @contextmanager
     def activate(self, name: str) -> Iterator[None]:
-        wanted = None if name == BASE else self.pool.of(name).index
-        chosen = self.selection
-        found = chosen.active, chosen.spans
-        chosen.active, chosen.spans = wanted, None
-        try:
+        index = None if name == BASE else self.pool.of(name).index
+        with self.selection.kept():
+            self.selection.now = Taking(index, self._forward_of(index))
             yield
-        finally:
-            chosen.active, chosen.spans = found
 
     @contextmanager
     def share(self, spans: Sequence[Span], *, apart: bool = False, train: bool = False) -> Iterator[None]:
@@ -273,25 +271,34 @@ class SlotAdapters(ModelStore):
             apart: one matmul of the base layer for each span.
             train: the tenants' dropout draws anew; a pass that fails takes that back.
         """
-        chosen = self.selection
-        found = chosen.active, chosen.spans, chosen.apart
-        counted = [self._draws[span.slot] for span in spans if train and span.slot in self._draws]
+        with self._begun([span.slot for span in spans] if train else []), self.selection.kept():
+            known = [replace(span, forward=self._forward_of(span.slot)) for span in spans]
+            self.selection.now = Taking(spans=known, apart=apart)
+            yield
+
+    @contextmanager
+    def begun(self) -> Iterator[None]:
+        """Inside, a training forward of the active adapter runs: its dropout draws anew. One that fails takes that back."""
+        active = self.selection.now.active
+        with self._begun([active]), self.selection.kept():
+            self.selection.now = Taking(active, self._forward_of(active))
+            yield
+
+    @contextmanager
+    def _begun(self, slots: Sequence[int | None]) -> Iterator[None]:
+        counted = [self._draws[slot] for slot in slots if slot in self._draws]
         for draws in counted:
             draws.passes += 1
-        chosen.active, chosen.spans, chosen.apart = None, spans, apart
         try:
             yield
         except BaseException:
             for draws in counted:
                 draws.passes -= 1
             raise
-        finally:
-            chosen.active, chosen.spans, chosen.apart = found
 
-    def begin_pass(self) -> None:
-        """A training forward of the active adapter begins: its dropout draws anew."""
-        if self.selection.active is not None:
-            self._draws[self.selection.active].passes += 1
+    def _forward_of(self, slot: int | None) -> int:
+        """Which of a slot's training forwards was the last that began."""
+        return self._draws[slot].passes if slot in self._draws else 0
 
     def training_state(self, name: str) -> dict[str, Any]:
         if self.known(name) == BASE:

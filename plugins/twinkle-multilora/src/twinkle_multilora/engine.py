@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ from twinkle_core.ops.token_logps import Tempered, token_logps
 from twinkle_core.train.loop_engine import evaluating
 from twinkle_core.types import IGNORE_INDEX, LossOutput, ModelOutput
 from twinkle_multilora.backend import needed
-from twinkle_multilora.layers import Span
+from twinkle_multilora.layers import InForward, SlotLinear, Span
 from twinkle_multilora.packing import Pack, Piece, at_least, pack, piece_of
 from twinkle_multilora.probe import Sharing, configs_of, sharing_of
 
@@ -92,7 +93,6 @@ class SlotEngine(TransformersEngine):
         super().__init__(*args, **kwargs)
         self._sharing: dict[Any, Sharing] = {}
         self._configs = configs_of(self.module)
-        self._forwards: dict[int, Pack] = {}  # by slot: the training forward that waits for its backward
         self._by_itself = False
         self._packs: dict[Any, bool] = {}
 
@@ -185,28 +185,35 @@ class SlotEngine(TransformersEngine):
     def forward(
         self, batch: Batch, needs: frozenset[str], *, train: bool, temperature: float = 1.0, task: str = "causal_lm"
     ) -> ModelOutput:
-        piece = self.piece(batch, needs, task)
-        if piece is None or self.slots is None:
-            if train and self.slots is not None:
-                self._forwards.pop(self.slots.selection.active, None)  # type: ignore[arg-type]
-                self.slots.begin_pass()
+        if self.slots is None:
             return super().forward(batch, needs, train=train, temperature=temperature, task=task)
-        slot = self.slots.selection.active
-        with self._pass([piece], [slot], train) as packed:
+        piece = self.piece(batch, needs, task)
+        if piece is None:
+            with self.slots.begun() if train else contextlib.nullcontext():
+                output = super().forward(batch, needs, train=train, temperature=temperature, task=task)
+                return self._remembered(output) if train else output
+        packed = pack([piece], self.sharing.widths)
+        with self._made_ready(packed, [self.slots.selection.now.active], train):
             _, (output,) = self._outputs(packed, [needs], temperature, train)
-        if train and slot is not None:
-            self._forwards[slot] = packed
         return output
 
+    def _remembered(self, output: ModelOutput) -> ModelOutput:
+        """An output that knows in backward whose it is."""
+        assert self.slots is not None
+        selection = self.slots.selection
+        known = ModelOutput({k: selection.remembered(v) if isinstance(v, torch.Tensor) else v for k, v in output.items()})
+        if self._beside_the_head and "output_layer" in known:
+            known["output_layer"] = InForward(known["output_layer"], selection)
+        return known
+
     def backward(self, loss_sum: torch.Tensor, *, sync: bool = True) -> None:
-        """See ``Engine.backward``. Layers that are computed anew here ask again whose rows they have."""
-        slot = self.slots.selection.active if self.slots is not None else None
-        if slot is None or self.slots is None or slot not in self._forwards:
+        """See ``Engine.backward``. Layers that are computed anew here are told by the graph whose rows they have."""
+        with self.slots.selection.kept() if self.slots is not None else contextlib.nullcontext():
             super().backward(loss_sum, sync=sync)
-            return
-        packed = self._forwards.pop(slot)
-        with self._made_ready(packed, [slot], False):
-            super().backward(loss_sum, sync=sync)
+
+    @property
+    def _beside_the_head(self) -> bool:
+        return isinstance(getattr(self.module, "get_output_embeddings", lambda: None)(), SlotLinear)
 
     def describe(self) -> dict[str, Any]:
         known = list(self._sharing.values()) if self.fast else [self.sharing]
@@ -223,7 +230,7 @@ class SlotEngine(TransformersEngine):
         temperature: float = 1.0,
         task: str = "causal_lm",
     ) -> None:
-        slot = self.slots.selection.active if self.slots is not None else None
+        slot = self.slots.selection.now.active if self.slots is not None else None
         pieces = [self.piece(batch, needs, task) if train else None for batch in batches]
         if slot is None or any(piece is None for piece in pieces):
             loss_fn = self._together(loss_fn) if train else loss_fn
@@ -260,7 +267,8 @@ class SlotEngine(TransformersEngine):
         slots = [share.slot for share in shares]
         seams: list[list[Seam]] = [[] for _ in shares]
         needs = [share.needs for share in shares]
-        with self._pass(pieces, slots, True) as packed:
+        packed = pack(pieces, self.sharing.widths)
+        with self._made_ready(packed, slots, True):
             hidden, outputs = self._all_or_none(lambda: self._outputs(packed, needs, temperature, True, seams))
         for share in shares:
             # a tenant's own code, forward and backward: its fault is its own. Outputs are handed over one by one: none outlives
@@ -277,8 +285,10 @@ class SlotEngine(TransformersEngine):
             reached.append((hidden, torch.zeros_like(hidden)))
         del hidden
         if reached:
-            with self._made_ready(packed, slots, False), self._kept(failed), training(self.module):
-                torch.autograd.backward([root for root, _ in reached], [gradient for _, gradient in reached])
+            roots, given = zip(*reached, strict=True)
+            assert self.slots is not None
+            with by_row(self.module), self.slots.selection.kept(), self._added(slots, failed), training(self.module):
+                torch.autograd.backward(roots, given)
 
     def _all_or_none(self, call: Callable[[], T]) -> T:
         """``call()``, which fails on all ranks or on none. (Where ranks are in step, one that stops stops in the middle of a
@@ -302,28 +312,31 @@ class SlotEngine(TransformersEngine):
             super().backward(share.loss.sum)
 
     @contextmanager
-    def _kept(self, slots: Sequence[int]) -> Iterator[None]:
-        """On leaving, the gradients of these slots are what they were. Their rows went through the model with those of others,
-        and a backward gives each row a gradient, if only 0 (or NaN, where a number in it is not finite)."""
+    def _added(self, slots: Sequence[int], failed: Sequence[int]) -> Iterator[None]:
+        """Gradients that are made inside are added to those of these slots when all are there; an exception leaves what was.
+
+        Those of slots that ``failed`` stay what they were: their rows went through the model with those of others, and a
+        backward gives each row a gradient, if only 0 (or NaN, where a number in it is not finite).
+        """
         assert self.slots is not None
-        names = [self.slots.pool.slots[slot].tenant_adapter_name for slot in slots]
-        found = [(p, p.grad) for name in names if name is not None for p in self.slots.parameters(name).values()]
-        for parameter, _ in found:
+        names = {slot: self.slots.pool.slots[slot].tenant_adapter_name for slot in slots}
+        own = {slot: list(self.slots.parameters(name).values()) for slot, name in names.items() if name is not None}
+        before = {parameter: parameter.grad for parameters in own.values() for parameter in parameters}
+        after = dict(before)
+        for parameter in before:
             parameter.grad = None
         try:
             yield
+            for slot, parameters in own.items():
+                for p in parameters if slot not in failed else ():
+                    old, new = before[p], p.grad
+                    after[p] = new if old is None else old if new is None else old + new
+        except BaseException:
+            after = before
+            raise
         finally:
-            for parameter, gradient in found:
+            for parameter, gradient in after.items():
                 parameter.grad = gradient
-
-    @contextmanager
-    def _pass(self, pieces: Sequence[Piece], slots: Sequence[int | None], train: bool) -> Iterator[Pack]:
-        """The model made ready for a packed pass."""
-        packed = pack(pieces)
-        for slot in slots if train else ():
-            self._forwards.pop(slot, None)  # type: ignore[arg-type]
-        with self._made_ready(packed, slots, train):
-            yield packed
 
     @contextmanager
     def _made_ready(self, packed: Pack, slots: Sequence[int | None], train: bool) -> Iterator[None]:
@@ -346,13 +359,14 @@ class SlotEngine(TransformersEngine):
     ) -> tuple[torch.Tensor, list[ModelOutput]]:
         """The last hidden states of a pass, and what each piece needs, in its batch's layout. ``seams``: gets where each
         piece's graph is cut off the pass."""
-        layer = self._output_layer({"input_ids": packed.ids})
+        assert self.slots is not None
+        layer, remembered = self._output_layer({"input_ids": packed.ids}), self.slots.selection.remembered
         outputs: list[ModelOutput] = []
 
         def compute() -> list[torch.Tensor]:
             """Gives what backward may begin from: where weights lie apart, they are fetched when it does."""
             body = self.module.base_model(input_ids=packed.ids, position_ids=packed.positions, use_cache=False)
-            hidden: torch.Tensor = body.last_hidden_state
+            hidden = remembered(body.last_hidden_state)
             tokens, known = self._tokens(packed, needs, hidden, layer, temperature)
             shown = layer if temperature == 1.0 else Tempered(layer, temperature)
             cuts: Sequence[list[Seam] | None] = seams or [None] * len(needs)
@@ -385,6 +399,7 @@ class SlotEngine(TransformersEngine):
     ) -> tuple[list[dict[str, torch.Tensor]], list[torch.Tensor]]:
         """logps, entropies and predictions of each piece, and all of these as they were before they were cut. Those who want
         entropies are computed apart from those who don't: another formula gives their logps' gradients."""
+        assert self.slots is not None
         found: list[dict[str, torch.Tensor]] = [{} for _ in needs]
         seen: list[torch.Tensor] = []
         for entropies in (False, True):
@@ -404,6 +419,7 @@ class SlotEngine(TransformersEngine):
             for name, value, fill in zip(("logps", "entropies", "predictions"), values, (0.0, 0.0, IGNORE_INDEX), strict=True):
                 if value is None:
                     continue
+                value = self.slots.selection.remembered(value)
                 seen.append(value)
                 known = value.masked_fill(labels == IGNORE_INDEX, fill)
                 for piece, part, own, into in zip(packed.pieces, packed.parts(known), mine, found, strict=True):

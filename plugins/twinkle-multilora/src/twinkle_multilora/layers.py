@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,25 +17,71 @@ from twinkle_core.ops.lora_linear import Dropout, Lora, dropout_seed, lora_linea
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Consecutive rows of a batch that belong to one slot. ``slot`` None: to the base model alone."""
+    """Consecutive rows of a batch that belong to one slot. ``slot`` None: to the base model alone.
+
+    ``forward``: which of the slot's training forwards it is, for its dropout.
+    """
 
     slot: int | None
     rows: int
+    forward: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Taking:
+    """Whose weights take part in a forward.
+
+    ``active``: the slot of all rows, and ``forward`` which of its training forwards it is; None: the base model alone.
+    ``spans``: for a pass that several tenants share, which rows are whose, over the rows of the flattened input (``[..., D]``
+    as ``[N, D]``), in order; ``active`` has no say then. ``apart``: the base layer's matmul is one for each span.
+    """
+
+    active: int | None = None
+    forward: int = 0
+    spans: Sequence[Span] | None = None
+    apart: bool = False
+
+    def over(self, rows: int) -> Sequence[Span]:
+        """Whose each of so many rows is."""
+        return [Span(self.active, rows, self.forward)] if self.spans is None else self.spans
 
 
 @dataclass(slots=True)
 class Selection:
-    """Whose weights take part in a forward. All layers of a model read the same one; the store alone writes it.
+    """What takes part now. All layers of a model read the same one; the store, and graphs that are gone back through, write it.
 
-    ``active``: the slot of all rows; None: the base model alone. ``spans``: for a pass that several tenants share, which
-    rows are whose, over the rows of the flattened input (``[..., D]`` as ``[N, D]``), in order; ``active`` has no say then.
-    ``apart``: the base layer's matmul is one for each span. ``lean``: adapters are added in place where that is exact.
+    ``lean``: adapters are added in place where that is exact.
     """
 
-    active: int | None = None
-    spans: Sequence[Span] | None = None
-    apart: bool = False
+    now: Taking = Taking()
     lean: bool = True
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """On leaving, what takes part is what did before."""
+        found = self.now
+        try:
+            yield
+        finally:
+            self.now = found
+
+    def remembered(self, x: torch.Tensor) -> torch.Tensor:
+        """``x``, an output of a forward. Whenever its graph is gone back through, what takes part now does so again: layers
+        whose activations are computed a second time then see whose rows they have, and draw the masks that they drew, whatever
+        forwards came in between. Who goes back keeps what was (``kept``)."""
+        return _Remembered.apply(x, self) if x.requires_grad else x  # type: ignore[no-untyped-call]
+
+
+class _Remembered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, selection: Selection) -> torch.Tensor:
+        ctx.selection, ctx.taking = selection, selection.now
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        ctx.selection.now = ctx.taking
+        return gradient, None
 
 
 @dataclass(slots=True)
@@ -49,9 +96,9 @@ class Draws:
     passes: int = 0  # training forwards begun
     rank: int = 0  # which share of the rows this is; each has masks of its own
 
-    def mask(self, layer: int) -> int:
-        """The seed of a layer's mask in this forward."""
-        return dropout_seed(self.seed, self.passes, layer, *([self.rank] if self.rank else ()))
+    def mask(self, layer: int, forward: int) -> int:
+        """The seed of a layer's mask in a forward."""
+        return dropout_seed(self.seed, forward, layer, *([self.rank] if self.rank else ()))
 
 
 @dataclass(slots=True)
@@ -71,6 +118,21 @@ class Part:
     def rank(self) -> int:
         """r."""
         return self.A.shape[0]
+
+
+class InForward(torch.nn.Module):
+    """An output layer with slots, for a loss that calls it itself, and again in backward: it computes what it would have in the
+    forward that it was handed out by."""
+
+    def __init__(self, layer: torch.nn.Module, selection: Selection) -> None:
+        super().__init__()
+        self.layer, self.selection, self.taking = layer, selection, selection.now
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits."""
+        with self.selection.kept():
+            self.selection.now = self.taking
+            return self.layer(hidden)  # type: ignore[no-any-return]
 
 
 class SlotLinear(torch.nn.Module, BaseTunerLayer):  # type: ignore[misc]
@@ -156,25 +218,24 @@ class SlotLinear(torch.nn.Module, BaseTunerLayer):  # type: ignore[misc]
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """``[..., in]`` to ``[..., out]``, in the base layer's type."""
-        chosen = self.selection
-        spans = chosen.spans
-        if spans is None:
-            spans = [Span(chosen.active, x.numel() // self.in_features)]
-        adapters = [self._lora(self.parts.get(span.slot)) if span.slot is not None else None for span in spans]
+        taking = self.selection.now
+        spans = taking.over(x.numel() // self.in_features)
+        adapters = [self._lora(span) for span in spans]
         base: Any = self.base_layer
-        lean = chosen.lean and is_plain(base) and not args and not kwargs
+        lean = self.selection.lean and is_plain(base) and not args and not kwargs
         lean = lean and one_type(x, base.weight, *(lora.a for lora in adapters if lora))
-        if lean and (chosen.spans is not None or adapters[0] is not None):
-            return lora_linear_many(x, base.weight, base.bias, [s.rows for s in spans], adapters, apart=chosen.apart)
+        if lean and (taking.spans is not None or adapters[0] is not None):
+            return lora_linear_many(x, base.weight, base.bias, [s.rows for s in spans], adapters, apart=taking.apart)
         result: torch.Tensor = base(x, *args, **kwargs)
         return result if not any(adapters) else self._added(x, result, [s.rows for s in spans], adapters)
 
-    def _lora(self, part: Part | None) -> Lora | None:
+    def _lora(self, span: Span) -> Lora | None:
+        part = self.parts.get(span.slot) if span.slot is not None else None
         if part is None:
             return None
         drop = None
         if part.dropout and self.training:
-            drop = Dropout(part.dropout, part.draws.mask(self.number))
+            drop = Dropout(part.dropout, part.draws.mask(self.number, span.forward))
         return Lora(part.A, part.B, part.scaling, drop)
 
     @staticmethod

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from twinkle_core.contracts.adapters import BASE
@@ -45,27 +46,31 @@ class Many(ForwardVerbs):
                 tenants on all; ``[]`` where it has none of a tenant's.
             gradient_accumulation_steps: becomes each session's.
             temperature: as for ``forward``.
-            loss_args: for the losses. A dict whose keys are names of tenants gives each its own, and those that it doesn't
-                name nothing; any other value goes to all.
+            loss_args: for the losses. A dict whose keys are tenants, by their names or their slots', gives each its own, and
+                those that it doesn't name nothing; any other value goes to all.
 
         Returns:
             By tenant, what its ``forward_backward`` returns.
 
         Raises:
             What ``forward_backward`` raises of a call that can't be: nothing was changed then, of any tenant. BadArgument: a
-            tenant is named twice, or the base model. What a tenant's loss raises is raised after the others are done.
+            tenant is named twice, or the base model; a loss argument names tenants, and something else or one who has no rows
+            in this call. What a tenant's loss raises is raised after the others are done.
         """
         limits.check_temperature(temperature)
         if not isinstance(inputs, Mapping) or not inputs:
             raise BadArgument("inputs", type(inputs).__name__, "a dict: each tenant's name, and its rows")
         many: list[Asked] = []
         for name, rows in inputs.items():
+            if name is None:  # a verb without a name may mean the only one there is; here nobody is meant
+                raise BadArgument("inputs", name, "each tenant once, by its name or its slot's")
             session = self._session(name)
             if session.name == BASE or any(asked.session is session for asked in many):
                 raise BadArgument("inputs", name, "each tenant once, by its name or its slot's")
             self._check_enabled("forward_backward_many", session)
-            own = _own(loss_args, name, inputs)
-            many.append(Asked(session, rows, None, gradient_accumulation_steps, temperature, loss_args=own))
+            many.append(Asked(session, rows, None, gradient_accumulation_steps, temperature))
+        own = self._own([asked.session.name for asked in many], loss_args)
+        many = [replace(asked, loss_args=own[asked.session.name]) for asked in many]
         # ranks may name tenants in any order, and serve them in one
         order = sorted(many, key=lambda asked: self._slot(asked.session.name)) if self.engine.mesh.world_size > 1 else many
         ready = self._all_ready(order)
@@ -77,6 +82,30 @@ class Many(ForwardVerbs):
         return dict(zip(inputs, in_order, strict=True))
 
     # ------------------------------------------------------------------------------------------------ inside
+
+    def _own(self, tenants: Sequence[str], loss_args: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+        """Each tenant's loss arguments: its part of dicts by tenant, and all others whole.
+
+        Raises:
+            BadArgument: a dict with names of tenants and other keys, or a tenant who is not in this call, or one twice.
+        """
+        own: dict[str, dict[str, Any]] = {name: {} for name in tenants}
+        for key, value in loss_args.items():
+            meant = {given: self._tenant(given) for given in value} if isinstance(value, Mapping) else {}
+            if not any(meant.values()):
+                for args in own.values():
+                    args[key] = value
+                continue
+            for given, name in meant.items():
+                if name not in own or key in own[name]:
+                    raise BadArgument(key, given, f"a dict by tenant, each once, of tenants in this call: {', '.join(tenants)}")
+                own[name][key] = value[given]
+        return own
+
+    def _tenant(self, given: Any) -> str | None:
+        """Whose name, or whose slot's, it is."""
+        name = self.adapters.known_as(given) if isinstance(given, str) else BASE
+        return name if name != BASE and name in self.sessions else None
 
     def _slot(self, name: str) -> int:
         return int(self.adapters.slot(name).index)  # type: ignore[attr-defined]
@@ -103,21 +132,3 @@ def _raise_first(outcomes: Sequence[Any]) -> None:
     for outcome in outcomes:
         if isinstance(outcome, BaseException):
             raise outcome
-
-
-def _own(loss_args: Mapping[str, Any], name: str, tenants: Mapping[str, Any]) -> dict[str, Any]:
-    """A tenant's loss arguments: its part of dicts by tenant, and all others whole.
-
-    Raises:
-        BadArgument: a dict with names of tenants and other keys.
-    """
-    own = {}
-    for key, value in loss_args.items():
-        named = set(value) & set(tenants) if isinstance(value, Mapping) else set()
-        if not named:
-            own[key] = value
-        elif strange := [other for other in value if other not in named]:
-            raise BadArgument(key, strange[0], f"a dict by tenant, of tenants in this call: {', '.join(tenants)}")
-        elif name in value:
-            own[key] = value[name]
-    return own

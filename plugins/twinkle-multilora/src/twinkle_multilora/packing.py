@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from twinkle_core.types import IGNORE_INDEX
+from twinkle_multilora.pointwise import aligned
 
 #: A matmul of fewer rows may be another kernel's, which sums in another order.
 LEAST = 16
@@ -88,7 +89,8 @@ def piece_of(inputs: Mapping[str, Any], takes: frozenset[str]) -> Piece | None:
 class Pack:
     """Pieces one after the other: ``ids``, ``positions``, ``labels`` ``[1, N]``, and the ``lengths`` of all rows.
 
-    N is at least ``LEAST``; ``filler`` tokens that are nobody's are the last row then.
+    N is at least ``LEAST``, and such that no function depends on it (``aligned``); ``filler`` tokens that are nobody's are the
+    last row then.
     """
 
     ids: Tensor
@@ -104,9 +106,14 @@ class Pack:
         return list(torch.split(values[0], [*counts, self.filler]))[: len(counts)]
 
 
-def pack(pieces: Sequence[Piece]) -> Pack:
-    """Put pieces one after the other."""
-    filler = max(0, LEAST - sum(piece.count for piece in pieces))
+def pack(pieces: Sequence[Piece], widths: tuple[int, ...] = ()) -> Pack:
+    """Put pieces one after the other.
+
+    Args:
+        widths: of functions whose numbers depend on their place.
+    """
+    count = sum(piece.count for piece in pieces)
+    filler = aligned(max(count, LEAST), widths, torch.get_num_threads()) - count
     ids, labels = (torch.cat([getattr(p, name) for p in pieces]) for name in ("ids", "labels"))
     positions = torch.cat([p.positions for p in pieces])
     lengths = [n for piece in pieces for n in piece.lengths]

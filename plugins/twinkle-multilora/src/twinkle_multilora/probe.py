@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,8 +18,9 @@ from twinkle_core.ops.row_invariance import rows_invariant
 from twinkle_core.ops.token_logps import token_logps
 from twinkle_core.types import IGNORE_INDEX
 from twinkle_multilora.backend import needed
-from twinkle_multilora.layers import Span
+from twinkle_multilora.layers import SlotLinear, Span
 from twinkle_multilora.packing import Piece, pack
+from twinkle_multilora.pointwise import Watch
 
 if TYPE_CHECKING:
     from twinkle_multilora.adapters import SlotAdapters
@@ -32,16 +34,19 @@ T = TypeVar("T")
 _ELSEWHERE = "another rank found so"
 #: lengths of the rows that are tried
 _ROWS = (5, 9, 21)
+#: tokens of others in the largest pass that is tried, for a model of so few parameters that it takes no second; and of a row
+_MANY, _NUMBERS, _LONG = 2000, 10**10, 256
 #: largest difference, relative to the largest number, that rounding makes between one packed pass and a plain one
 _ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 2e-2}
 
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """How passes are shared, and why not better."""
+    """How passes are shared, and why not better. ``widths``: see ``pointwise``."""
 
     way: Way
     why: str = ""
+    widths: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         return {
@@ -62,7 +67,8 @@ def sharing_of(
 ) -> Sharing:
     """The best way in which rows of tenants keep apart to the last bit.
 
-    Runs the model on a few tokens, without adapters. Nothing is drawn from the global generator, and nothing is left changed.
+    Runs the model without adapters on a few tokens, and on as many as passes have where that takes no second. Nothing is drawn
+    from the global generator, and nothing is left changed.
 
     Args:
         autocast: gives the context of the model's forwards.
@@ -73,9 +79,13 @@ def sharing_of(
     if reason:
         return Sharing("turns", reason)
     trial = _Trial(module, slots, autocast, device, around)
-    plain, why = trial.made(trial.plain)
+    watch, why = trial.made(trial.watched)
+    plain, failed = trial.made(trial.plain)
+    why = why or failed or (watch.why if watch is not None else "")
     if not agree(not why):
         return Sharing("turns", why or _ELSEWHERE)
+    assert watch is not None
+    trial.widths = watch.widths
     for way in ("shared", "apart"):
         seen, why = trial.made(functools.partial(trial.tried, apart=way == "apart"))
         if not agree(not why):
@@ -88,9 +98,9 @@ def sharing_of(
             mixing = "" if same else "rows of one matmul depend on one another"
             mixing = mixing or _weights(module, slots, autocast, device)
             if agree(not mixing):
-                return Sharing("shared")
+                return Sharing("shared", widths=trial.widths)
         elif same:
-            return Sharing("apart", mixing or _ELSEWHERE)
+            return Sharing("apart", mixing or _ELSEWHERE, trial.widths)
     return Sharing("turns", "rows change with their company")
 
 
@@ -109,6 +119,8 @@ def _out_of_the_question(module: Any) -> str:
     takes = inspect.signature(body.forward).parameters if body is not None else {}
     if body is module or not {"inputs_embeds", "position_ids", "input_ids"} <= set(takes):
         return "its body takes no inputs_embeds and position_ids"
+    if isinstance(module.get_output_embeddings(), SlotLinear):
+        return "slots are beside its output layer, which sees labelled tokens alone and not the pass"
     if any(isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0 for m in module.modules()):
         return "it has dropout of its own, drawn for all rows at once"
     if any(getattr(config, "attention_dropout", 0) for config in configs_of(module)):
@@ -137,7 +149,7 @@ class _Seen:
     same: bool  # whether each row, and all gradients, were the same bits in every company
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Trial:
     """Passes of a few rows. See ``sharing_of``."""
 
@@ -146,6 +158,7 @@ class _Trial:
     autocast: Callable[[], Any]
     device: torch.device
     around: Callable[[Callable[[], Any]], Any]
+    widths: tuple[int, ...] = ()
 
     def made(self, call: Callable[[], T]) -> tuple[T | None, str]:
         """What came of a trial, or why it can't be made."""
@@ -160,15 +173,25 @@ class _Trial:
         rows = range(len(_ROWS))
         alone = [self._pass([row], apart)[row] for row in rows]
         same = True
-        for company in ([0, 1, 2], [2, 1, 0], [1, 0]):
-            found = self._pass(company, apart)
+        many = min(_MANY, _NUMBERS // max(sum(p.numel() for p in self.module.parameters()), 1))
+        for company, others in (([0, 1, 2], 0), ([2, 1, 0], many), ([1, 0], 0)):
+            found = self._pass(company, apart, others)
             same &= all(torch.equal(a, b) for row in company for a, b in zip(found[row], alone[row], strict=True))
         return _Seen([numbers[0] for numbers in alone], same)
 
-    def _pass(self, company: Sequence[int], apart: bool) -> dict[int, tuple[Tensor, ...]]:
-        """Hidden state, logps, and the gradient of the embeddings, of each row of a packed pass."""
-        packed = pack([_piece(self.module, row, self.device) for row in company])
-        spans = [Span(None, n) for n in (*(_ROWS[row] for row in company), packed.filler) if n]
+    def watched(self) -> Watch:
+        """A pass in which each function is tried."""
+        watch = Watch(sum(_ROWS))
+        with watch:
+            self._pass(range(len(_ROWS)), False)
+        return watch
+
+    def _pass(self, company: Sequence[int], apart: bool, others: int = 0) -> dict[int, tuple[Tensor, ...]]:
+        """Hidden state, logps, and the gradient of the embeddings, of each row of a packed pass. ``others``: tokens besides."""
+        lengths = [*(_ROWS[row] for row in company), *(min(_LONG, others - at) for at in range(0, others, _LONG))]
+        rows = itertools.chain(company, itertools.count(len(_ROWS)))
+        packed = pack([_piece(self.module, *row, self.device) for row in zip(rows, lengths, strict=False)], self.widths)
+        spans = [Span(None, n) for n in (*lengths, packed.filler) if n]
         leaves = []
 
         def forward() -> tuple[Tensor, Tensor]:
@@ -200,12 +223,11 @@ class _Trial:
             return result.last_hidden_state[0]  # type: ignore[no-any-return]
 
         with _at_rest(self.module), torch.no_grad():
-            pieces = [_piece(self.module, row, self.device) for row in range(len(_ROWS))]
+            pieces = [_piece(self.module, row, count, self.device) for row, count in enumerate(_ROWS)]
             return [self.around(functools.partial(forward, piece)) for piece in pieces]
 
 
-def _piece(module: Any, row: int, device: torch.device) -> Piece:
-    count = _ROWS[row]
+def _piece(module: Any, row: int, count: int, device: torch.device) -> Piece:
     vocabulary = int(module.get_input_embeddings().weight.shape[0])
     ids = (torch.arange(count, device=device) * 7 + 13 * row + 1) % vocabulary
     places = torch.arange(count, device=device)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
+
+from twinkle_core.errors import BadArgument
+from twinkle_core.train import limits
 
 if TYPE_CHECKING:
     import torch
@@ -36,7 +40,10 @@ class TenantScheduler:
         model: a model with slots.
         budget: tokens of a pass that several share, at most.
         alone: a call with more tokens than this has a pass for itself: its matmuls are busy already.
-        patience: seconds.
+        patience: seconds; 0: a pass waits for nobody.
+
+    Raises:
+        BadArgument: here, or where one of the three is set later: no number of that kind. The old one stays.
     """
 
     def __init__(self, model: Together, *, budget: int = 2048, alone: int = 512, patience: float = 0.002) -> None:
@@ -63,19 +70,50 @@ class TenantScheduler:
         return ticket.outcome  # type: ignore[no-any-return]
 
     @property
+    def budget(self) -> int:
+        """Tokens of a pass that several share, at most."""
+        return self._budget
+
+    @budget.setter
+    def budget(self, tokens: int) -> None:
+        limits.check_count("budget", tokens, least=1)
+        self._budget = tokens
+
+    @property
+    def alone(self) -> int:
+        """Tokens above which a call has a pass for itself."""
+        return self._alone
+
+    @alone.setter
+    def alone(self, tokens: int) -> None:
+        limits.check_count("alone", tokens, least=1)
+        self._alone = tokens
+
+    @property
+    def patience(self) -> float:
+        """Seconds for which a pass waits for those who shared the last one."""
+        return self._patience
+
+    @patience.setter
+    def patience(self, seconds: float) -> None:
+        if not limits.is_number(seconds) or not 0 <= seconds < math.inf:
+            raise BadArgument("patience", seconds, "a finite number of seconds, from 0 (a pass waits for nobody)")
+        self._patience = seconds
+
+    @property
     def limits(self) -> tuple[int, int]:
         """``budget`` and ``alone``."""
         return self.budget, self.alone
 
     @staticmethod
-    def groups(calls: Sequence[Call], tokens: Callable[[Call], int | None], limits: tuple[int, int]) -> Iterator[list[Call]]:
+    def groups(calls: Sequence[Call], tokens: Callable[[Call], int | None], within: tuple[int, int]) -> Iterator[list[Call]]:
         """Calls in groups that share a pass: in order, within the budget, of one temperature.
 
         Args:
             tokens: of a call in a shared pass; None: it can't share one.
-            limits: ``budget`` and ``alone``.
+            within: ``budget`` and ``alone``.
         """
-        budget, alone = limits
+        budget, alone = within
         open_groups: dict[float, tuple[list[Call], int]] = {}
         for call in calls:
             count = tokens(call)

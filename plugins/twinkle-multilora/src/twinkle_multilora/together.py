@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -109,28 +110,43 @@ class Together(Many):
         return result_of(done)
 
     def _run_group(self, calls: Sequence[Call]) -> list[Outcome]:
-        """Calls in one pass. Where it fails before any backward, each by itself: so whose fault it is shows."""
-        drops: list[list[bool]] = []
-        done = attempt(lambda: self._pass_of(calls, drops))
+        """Calls in one pass. Where it fails before any loss, each by itself: so whose fault it is shows."""
+        begun: list[list[bool]] = [[] for _ in calls]
+        done = attempt(lambda: self._pass_of(calls, begun))
         if done.error is not None and self.engine.in_step:
             raise done.error  # in the middle of a pass in which other ranks wait for this one
         if done.value is not None:
-            return [self._outcome(*each) for each in zip(calls, done.value, drops, strict=True)]
-        if any(drops):
-            return [done.error for _ in calls]
-        return [self._attempt(call) for call in calls]
+            return done.value
+        return [done.error for _ in calls] if any(begun) else [self._attempt(call) for call in calls]
 
-    def _pass_of(self, calls: Sequence[Call], drops: list[list[bool]]) -> list[Share]:
-        """One pass. ``drops``: gets, for each call, what is not empty once a backward of it may have run."""
-        with contextlib.ExitStack() as stack:
-            shares = []
-            for call in calls:
+    def _pass_of(self, calls: Sequence[Call], begun: Sequence[list[bool]]) -> list[Outcome]:
+        """One pass. ``begun``: gets, for each call, what is not empty once its loss may have gone back."""
+        shares = []
+        with self._all_or_as_before(calls):
+            for call, mine in zip(calls, begun, strict=True):
                 self._begin(call)
-                drops.append(stack.enter_context(self._or_drop(call.session)))
                 slot = self.adapters.slot(call.session.name).index
-                shares.append(Share(slot, call.batches[0], call.needs, self._loss_fn(call, drops[-1])))
+                shares.append(Share(slot, call.batches[0], call.needs, self._loss_fn(call, mine)))
             self.engine.run_shared(shares, temperature=calls[0].asked.temperature)
-        return shares
+            return [self._outcome(*each) for each in zip(calls, shares, begun, strict=True)]
+
+    @contextlib.contextmanager
+    def _all_or_as_before(self, calls: Sequence[Call]) -> Iterator[None]:
+        """What stops a pass in the middle, such as Ctrl-C in the loss of one tenant, leaves the windows of all as they were.
+        (Gradients are there to be put back: a pass adds to none in place.)"""
+        sessions = [call.session for call in calls]
+        draws = [self.adapters.training_state(session.name) for session in sessions]
+        windows = [copy.deepcopy(session.window) for session in sessions]
+        found = [(p, p.grad) for session in sessions for p in self._named(session).values()]
+        try:
+            yield
+        except BaseException:
+            for session, window, state in zip(sessions, windows, draws, strict=True):
+                session.window = window
+                self.adapters.load_training_state(session.name, state)
+            for parameter, gradient in found:
+                parameter.grad = gradient
+            raise
 
     def _outcome(self, call: Call, share: Share, progress: list[bool]) -> Outcome:
         if share.error is not None:

@@ -16,6 +16,7 @@ from peft.utils.constants import EMBEDDING_LAYER_NAMES, INCLUDE_LINEAR_LAYERS_SH
 from twinkle_core.errors import BadAdapter
 from twinkle_core.log import get_logger
 from twinkle_core.patches.heads import VALUE_HEAD
+from twinkle_core.train import limits
 from twinkle_transformers.tree import plain_modules
 from twinkle_transformers.vision import parts_that_see
 
@@ -102,6 +103,7 @@ def check_config(name: str, config: Any, module: torch.nn.Module, others: Sequen
     """
     if not isinstance(config, PeftConfig):
         raise BadAdapter(name, f"expected a peft config or the folder of a saved adapter, got {type(config).__name__}")
+    limits.check_lora(name, config)
     method = str(getattr(config.peft_type, "value", config.peft_type))
     if config.is_prompt_learning or config.is_adaption_prompt or config.peft_type not in PEFT_TYPE_TO_TUNER_MAPPING:
         raise BadAdapter(name, f"{type(config).__name__} adds inputs, not layers; use a layer method such as LoRA, IA3 or LoHa")
