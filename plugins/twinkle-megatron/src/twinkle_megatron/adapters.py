@@ -23,6 +23,7 @@ from twinkle_core.names import closest
 from twinkle_core.train.single import check_state
 from twinkle_megatron import files, foreign
 from twinkle_megatron.cpu.runtime import RUNTIME, computes
+from twinkle_megatron.failing import all_or_none
 from twinkle_megatron.load import Built, mark_experts
 from twinkle_megatron.parallel import Layout, common_seed
 
@@ -81,14 +82,10 @@ class MegatronAdapters(AdapterStore):
     @computes
     def acquire(self, name: str, config: Any) -> str:
         self.check_new(name)
-        folder = Path(hub.resolve(str(config))) if isinstance(config, (str, Path)) else None
-        state = None
-        if folder is not None:
-            config, state = files.adapter_config(name, folder), files.read_tensors(folder, files.ADAPTER_FILE)
+        outputs = {}
+        if isinstance(config, (str, Path)):  # collective, so before one of the ranks can fail
             outputs = {key.removesuffix(".weight"): len(tensor) for key, tensor in self.outline(BASE).items() if tensor.dim()}
-            config, state = foreign.joined(name, config, state, FUSED, outputs)
-        ready = checked(name, config, str(self.built.hf_config.model_type), self.layout)
-        self.check_room(name, ready)
+        ready, state = all_or_none(f"to make adapter '{name}'", lambda: self._planned_of(name, config, outputs))
         inner, seed = self.next_place(), common_seed()
         try:
             self.inject(inner, ready)
@@ -102,6 +99,19 @@ class MegatronAdapters(AdapterStore):
             self._configs.pop(name, None)
             raise
         return name
+
+    def _planned_of(
+        self, name: str, config: Any, outputs: Mapping[str, int]
+    ) -> tuple[LoraConfig, dict[str, torch.Tensor] | None]:
+        """The adapter's config, and its tensors where it is read from a folder."""
+        state = None
+        if isinstance(config, (str, Path)):
+            folder = Path(hub.resolve(str(config)))
+            config, state = files.adapter_config(name, folder), files.read_tensors(folder, files.ADAPTER_FILE)
+            config, state = foreign.joined(name, config, state, FUSED, outputs)
+        ready = checked(name, config, str(self.built.hf_config.model_type), self.layout)
+        self.check_room(name, ready)
+        return ready, state
 
     def check_new(self, name: str) -> None:
         """Whether an adapter of this name may come.

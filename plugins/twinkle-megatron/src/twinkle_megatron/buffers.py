@@ -23,9 +23,9 @@ from twinkle_megatron.optim import MegatronDistributedOptimizer
 
 
 class BufferEngine(LoopEngine):
-    """What an engine does with gradients: sums in Megatron's buffers until a window closes, with buffers and an optimizer for each
-    adapter. Then they are reduced once, over data and context ranks, and divided by the window's weight, as Megatron does with
-    ``num_tokens``.
+    """What an engine does with gradients: sums in Megatron's buffers until a window closes, with buffers and an optimizer of
+    each adapter's own. Then they are reduced once, over data and context ranks, and divided by the window's weight, as Megatron
+    does with ``num_tokens``.
 
     Args:
         built: the chunks of this rank.

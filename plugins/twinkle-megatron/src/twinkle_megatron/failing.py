@@ -1,6 +1,9 @@
-"""Losses that fail on one rank while others compute on: all go through the schedule to its end, and then all are told."""
+"""What fails on one rank fails on all, where others would wait for it. Losses: once all are through the schedule."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -11,13 +14,15 @@ from twinkle_core.isolation import attempt, describe
 from twinkle_core.types import ModelOutput
 from twinkle_megatron.parallel import GROUPS
 
+T = TypeVar("T")
+
 
 class Guarded:
     """Core's loss callback as Megatron's schedule calls it.
 
     Where there are other ranks, what it raises is kept: stages, tensor ranks and ranks of experts go forward and back together,
-    and would wait for a rank that has left. Until the schedule's end it then gives zeros, through which one goes back as through
-    a loss.
+    and would wait for a rank that has left. Until the schedule's end it then gives zeros, whose gradient goes the way of a
+    loss's.
 
     Args:
         loss_fn: of core.
@@ -46,18 +51,39 @@ class Guarded:
         Raises:
             FailedElsewhere, and what a loss or metric has raised.
         """
-        if not self.several:
-            return
-        failed = torch.tensor(float(self.error is not None))
-        dist.all_reduce(failed, group=GROUPS.hosts)
-        if not failed:
-            return
-        told: list[str | None] = [None] * dist.get_world_size(GROUPS.hosts)
-        dist.all_gather_object(told, None if self.error is None else describe(self.error), group=GROUPS.hosts)
-        if self.error is not None:
-            raise self.error
-        rank, why = next((rank, why) for rank, why in enumerate(told) if why is not None)
-        raise FailedElsewhere("a loss or metric", rank, why)
+        if self.several:
+            _tell("a loss or metric", self.error)
+
+
+def all_or_none(what: str, call: Callable[[], T]) -> T:
+    """What ``call`` gives, once it is done on all ranks.
+
+    Args:
+        what: in words.
+        call: needs no other rank.
+
+    Raises:
+        FailedElsewhere: it failed on another rank; and what ``call`` raises.
+    """
+    done = attempt(call)
+    if dist.get_world_size() > 1:
+        _tell(what, done.error)
+    elif done.error is not None:
+        raise done.error
+    return cast(T, done.value)
+
+
+def _tell(what: str, error: BaseException | None) -> None:
+    failed = torch.tensor(float(error is not None))
+    dist.all_reduce(failed, group=GROUPS.hosts)
+    if not failed:
+        return
+    told: list[str | None] = [None] * dist.get_world_size(GROUPS.hosts)
+    dist.all_gather_object(told, None if error is None else describe(error), group=GROUPS.hosts)
+    if error is not None:
+        raise error
+    rank, why = next((rank, why) for rank, why in enumerate(told) if why is not None)
+    raise FailedElsewhere(what, rank, why)
 
 
 def _nothing(output: ModelOutput) -> torch.Tensor:

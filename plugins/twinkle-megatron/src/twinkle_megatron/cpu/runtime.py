@@ -17,6 +17,7 @@ import contextlib
 import functools
 import importlib
 import importlib.util
+import logging
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -170,7 +171,7 @@ class Runtime:
         settings.one_device_connection()
         transformer_engine.install()
         self.installed = True
-        with self.active(), triton.named(), warnings.catch_warnings():
+        with self.active(), triton.named(), warnings.catch_warnings(), _quiet():
             warnings.simplefilter("ignore")  # of libraries that are not for CPUs
             from twinkle_megatron.cpu import megatron, recurrent
 
@@ -191,6 +192,17 @@ class Runtime:
                 yield
         finally:
             self.depth -= 1
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Inside, what libraries say below an error is not shown: what they could not patch is not there."""
+    disabled = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(disabled)
 
 
 @contextlib.contextmanager
