@@ -87,7 +87,7 @@ def check_settings(owner: str, own: frozenset[str], given: Mapping[str, Any]) ->
     for key in ("moe_aux_loss_coeff", "moe_z_loss_coeff"):
         if given.get(key):
             why = "0: Megatron adds a router's auxiliary loss by tokens, labelled or not, which a window's weight does not undo"
-            raise BadArgument(key, given[key], f"{why}. With TransformersModel it is trained")
+            raise BadArgument(key, given[key], f"{why}. TransformersModel trains what the model's config asks for of it")
 
 
 def find(model_id: str | Path | None, config: Any) -> tuple[Path | None, Any]:
