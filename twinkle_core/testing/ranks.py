@@ -25,8 +25,8 @@ from twinkle_core import settings
 from twinkle_core.errors import RankFailed
 
 JOB = "job.pt"
-#: what a script is called in the processes it starts, so that they don't run it as one (multiprocessing's name for it)
-SCRIPT = "__mp_main__"
+#: what a script is called in the processes it starts, so that they don't run it as one
+SCRIPT = "__twinkle_script__"
 
 
 def run(suite: type, method: str, world_size: int, given: Mapping[str, Any], timeout: float = 120.0) -> list[Any]:
