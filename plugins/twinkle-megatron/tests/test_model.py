@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -175,9 +176,19 @@ def test_ids_beyond_the_vocabulary_are_refused_before_a_table_is_read(llama):
         model.forward_only([{"input_ids": [1, 250]}])
 
 
-def test_the_library_that_is_missing_is_named(monkeypatch):
-    monkeypatch.setattr(runtime, "_is_there", lambda library: library != "mcore_bridge")
-    with pytest.raises(NeedsLibrary, match=r"mcore_bridge(.|\n)*pip install 'twinkle-megatron\[mcore\]'"):
+@pytest.mark.parametrize(
+    ("missing", "line"),
+    [
+        ("megatron.core", "'twinkle-megatron[mcore]'"),
+        ("mcore_bridge", "'twinkle-megatron[mcore]'"),
+        ("PIL", "pillow"),
+        ("datasets", "datasets"),
+        ("modelscope", "modelscope"),
+    ],
+)
+def test_the_library_that_is_missing_is_named(monkeypatch, missing, line):
+    monkeypatch.setattr(runtime, "_is_there", lambda library: library != missing)
+    with pytest.raises(NeedsLibrary, match=rf"'{missing}'(.|\n)*pip install '?{re.escape(line)}"):
         runtime.Runtime().install()
 
 

@@ -31,6 +31,8 @@ from twinkle_core.errors import LoadedTooEarly, NeedsLibrary
 from twinkle_core.log import get_logger
 
 CPU = torch.device("cpu")
+#: what mcore-bridge imports, which may not be there where it was installed without what it declares
+UNDECLARED = {"datasets": "datasets", "PIL": "pillow", "modelscope": "modelscope"}
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -148,13 +150,13 @@ class Runtime:
         """Before Megatron's first import. A second call does nothing.
 
         Raises:
-            NeedsLibrary: Megatron-Core, mcore-bridge, or (on CUDA) Transformer Engine. LoadedTooEarly.
+            NeedsLibrary: Megatron-Core, mcore-bridge, what that imports, or (on CUDA) Transformer Engine. LoadedTooEarly.
         """
         if self.installed is not None:
             return
         on_cpu = settings.megatron_cpu() or not torch.cuda.is_available()
         self.has_te = _is_there("transformer_engine.pytorch")  # asked before anything stands in for it
-        needed = {"megatron.core": "twinkle-megatron[mcore]", "mcore_bridge": "twinkle-megatron[mcore]"}
+        needed = {"megatron.core": "twinkle-megatron[mcore]", "mcore_bridge": "twinkle-megatron[mcore]", **UNDECLARED}
         needed |= {} if on_cpu else {"transformer_engine.pytorch": "transformer-engine[pytorch]"}
         for library, requirement in needed.items():
             if not _is_there(library):
