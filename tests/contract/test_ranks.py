@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
 
 import pytest
@@ -64,3 +66,24 @@ def test_one_that_fails_is_quoted_and_the_others_are_ended():
 def test_one_that_hangs_is_ended():
     with pytest.raises(RankFailed, match="rank 0 of 2 was not done after 1 s"):
         ranks.run(Together, "wait", 2, {}, timeout=1)
+
+
+SCRIPT = """
+from twinkle_core.testing.ranks import run
+
+class Job:
+    def number(self, rank, world_size):
+        print("a rank")
+        return rank + world_size
+
+if __name__ == "__main__":
+    print("the script", run(Job, "number", 2, {}, timeout=100))
+"""
+
+
+def test_a_script_can_start_ranks_of_its_own_classes(tmp_path):
+    """They take the class from the script's file, and don't run it as a script again: that would start ranks without end."""
+    file = tmp_path / "script.py"
+    file.write_text(SCRIPT)
+    done = subprocess.run([sys.executable, str(file)], timeout=100, capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "the script [2, 3]", done.stderr[-2000:]

@@ -57,6 +57,8 @@ class Engine(ABC):
     #: whether all ranks together read and write weights, since each holds a part of them (the store's ``state_dict``,
     #: ``load_state_dict`` and ``write`` are collective then), and the first one alone the rest of a checkpoint
     collective: bool = False
+    #: whether what ``loss_fn`` raises on one rank ends ``run_schedule`` on all, some of which may have gone back already
+    fails_together: bool = False
 
     @abstractmethod
     def prepare(

@@ -25,6 +25,8 @@ from twinkle_core import settings
 from twinkle_core.errors import RankFailed
 
 JOB = "job.pt"
+#: what a script is called in the processes it starts, so that they don't run it as one
+SCRIPT = "__twinkle_script__"
 
 
 def run(suite: type, method: str, world_size: int, given: Mapping[str, Any], timeout: float = 120.0) -> list[Any]:
@@ -113,7 +115,8 @@ def _class(place: Mapping[str, Any]) -> Any:
 
 def _module(name: str, file: str | None) -> ModuleType:
     """The module of this name, if that is this file; else the file: test files are often in no package."""
-    if name in sys.modules and name != "__main__":
+    name = SCRIPT if name == "__main__" else name
+    if name in sys.modules:
         return sys.modules[name]
     try:
         spec = importlib.util.find_spec(name)

@@ -43,6 +43,8 @@ class Running(Sessions):
         with self.adapters.activate(session.name):
             self._begin(call)
             with self._or_drop(session) as progress:
+                if self.engine.fails_together:  # a rank doesn't know how far others came, and all drop the same
+                    progress.append(True)
                 self.engine.run_schedule(
                     call.batches,
                     call.needs,

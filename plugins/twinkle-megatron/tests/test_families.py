@@ -26,6 +26,7 @@ LLAMA3 = {
 }
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
 DEEPSEEK_YARN = {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 32, "beta_slow": 1}
+HALF = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 KNOWN = [
     ("llama", {}),
     ("llama", {"rope_parameters": LLAMA3}),
@@ -35,6 +36,7 @@ KNOWN = [
     ("qwen2", {"rope_parameters": YARN}),
     ("qwen3", {}),
     ("qwen3_moe", {}),
+    ("qwen3_moe", {"norm_topk_prob": False}),
     ("qwen3_5", {}),
     ("qwen3_5", {"tie_word_embeddings": True}),
     ("qwen3_5_moe", {}),
@@ -113,6 +115,15 @@ def test_a_model_without_an_output_layer_is_read_and_written_so(tmp_path):
         ("InternVL", {}, "models that see"),
         ("Qwen3_5Text", {}, "'qwen3_5_text': mcore-bridge doesn't know"),
         ("Qwen3_5", {}, "vision tower"),
+        ("Llama", {"hidden_act": "gelu"}, r"hidden_act='gelu'(.|\n)*TransformersModel"),
+        ("Qwen3", {"hidden_act": "gelu_pytorch_tanh"}, "hidden_act='gelu_pytorch_tanh'"),
+        ("Llama", {"attention_bias": True}, "attention_bias=True"),
+        ("Llama", {"mlp_bias": True}, "mlp_bias=True"),
+        ("Llama", {"rope_parameters": HALF}, r"partial_rotary_factor=0\.5"),
+        ("Qwen3Moe", {"mlp_only_layers": [0]}, r"mlp_only_layers=\[0\]"),
+        ("Qwen3Moe", {"decoder_sparse_step": 2}, "decoder_sparse_step=2"),
+        ("DeepseekV3", {"norm_topk_prob": False}, "norm_topk_prob=False"),
+        ("DeepseekV3", {"rope_interleave": False}, "rope_interleave=False"),
         ("DeepseekV4", {"num_hidden_layers": 4}, "'deepseek_v4': Megatron-Core refuses it"),
     ],
 )
@@ -132,7 +143,9 @@ def test_a_family_of_remote_code_is_told(tmp_path):
 
 def test_a_tensor_without_a_place_is_named(tmp_path):
     """Biases that mcore-bridge does not read: without them the model would compute something else, in silence."""
-    folder = write_tiny(tmp_path / "model", "llama", attention_bias=True)
+    folder = write_tiny(tmp_path / "model")
+    file, bias = folder / "model.safetensors", "model.layers.0.self_attn.o_proj.bias"
+    save_file({**load_file(file), bias: torch.ones(32)}, file, metadata={"format": "pt"})
     with pytest.raises(UnsupportedFamily, match=r"self_attn\.o_proj\.bias' has no place"):
         built(str(folder), {})
 

@@ -52,6 +52,7 @@ def assert_equal_logits(found, expected):
     ("family", "layouts"),
     [
         ("llama", [{"tp_size": 2}, {"pp_size": 2}]),
+        ("glm4", [{"tp_size": 2}]),
         ("qwen3_moe", [{"dp_size": 2, "ep_size": 2}, {"tp_size": 2, "sequence_parallel": True, "ep_size": 2}]),
     ],
 )
@@ -84,8 +85,27 @@ def test_a_family_that_the_bridge_writes_wrongly_is_mended(tmp_path):
     plain, written = load_file(folder / "model.safetensors"), load_file(saved / "model.safetensors")
     assert written.keys() == plain.keys()
     assert all(torch.equal(written[key], tensor) for key, tensor in plain.items())
-    with pytest.raises(BadAdapter, match="glm4"):
+    model.add_adapter_to_model("a", LoraConfig(r=4, target_modules=["gate_up_proj", "o_proj"]))
+    model.set_optimizer("default", lr=1e-2)
+    rows = windows(1)[0]
+    base = model.forward_only(rows).logits
+    steps(model, windows(4), "a")
+    tuned = model.forward_only(rows).logits
+    assert float((tuned - base).abs().max()) > 1e-2
+    saved = model.save("a", tmp_path)
+    assert {key.split(".")[-3] for key in load_file(Path(saved) / "adapter_model.safetensors")} == {"gate_up_proj", "o_proj"}
+    fresh = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    assert_equal_logits(tuned, logits_of(PeftModel.from_pretrained(fresh, saved).eval(), rows))
+    model.add_adapter_to_model("b", saved)
+    assert torch.equal(model.forward_only(rows, adapter_name="b").logits, tuned)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_5"])
+def test_adapters_that_peft_would_read_wrongly_are_refused(tmp_path, family):
+    model = built(str(write_tiny(tmp_path / "model", family)), {})
+    with pytest.raises(BadAdapter, match=rf"family '{family}'(.|\n)*TransformersModel"):
         model.add_adapter_to_model("a", LoraConfig(r=4))
+    assert model.adapters.names() == []
 
 
 def test_adapters_come_and_go(llama, tmp_path):

@@ -18,6 +18,7 @@ FORMS = {
     "an A for each": ("llama", {"r": 4, "lora_alpha": 8, "target_modules": ALL}),
     "queries and values": ("qwen2", {"r": 8, "lora_alpha": 16, "target_modules": QV}),
     "rank stabilised": ("mistral", {"r": 4, "lora_alpha": 8, "use_rslora": True, "target_modules": ALL}),
+    "gate and up in one": ("glm4", {"r": 4, "lora_alpha": 8, "target_modules": [*QV, "gate_up_proj", "down_proj"]}),
     "patterns": (
         "llama",
         {

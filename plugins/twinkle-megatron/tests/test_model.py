@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 import subprocess
 import sys
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from twinkle_core.errors import (
     BadArgument,
     BadInputs,
     BadLayout,
     BadMesh,
+    BadScheduler,
+    ModelNotLoaded,
     NeedsLibrary,
     NoModel,
     OnlyOwn,
@@ -68,8 +73,13 @@ def test_a_mesh_of_more_processes_than_there_are_is_refused(llama):
         ({"recompute_granularty": "full"}, WrongArgument, "recompute_granularity"),
         ({"tensor_model_parallel_size": 2}, BadArgument, "tp_size"),
         ({"bf16": True}, BadArgument, "mixed_precision"),
-        ({"moe_aux_loss_coeff": 0.1}, BadArgument, "weight"),
-        ({"fp8": "hybrid"}, NeedsLibrary, r"pip install 'transformer-engine\[pytorch\]'"),
+        ({"moe_aux_loss_coeff": 0.1}, BadArgument, "weight(.|\n)*TransformersModel"),
+        ({"moe_z_loss_coeff": 0.1}, BadArgument, "weight(.|\n)*TransformersModel"),
+        ({"num_layers": 2}, BadArgument, r"the model's own config says it"),
+        ({"normalization": "LayerNorm"}, BadArgument, r"the model's own config says it"),
+        ({"mtp_num_layers": 1}, BadArgument, r"the model's own config says it"),
+        ({"recompute_granularity": "ful"}, BadArgument, r"recompute_granularity='ful'(.|\n)*\"full\"or \"selective\""),
+        ({"fp8": "hybrid"}, BadArgument, "GPU"),
         ({"fp8": "hybird"}, UnknownOption, "hybrid"),
         ({"on_nonfinite": "stop"}, UnknownOption, "raise"),
     ],
@@ -79,11 +89,17 @@ def test_settings_that_have_no_effect_are_refused(llama, options, error, words):
         built(llama, {}, **options)
 
 
-def test_fp8_needs_a_gpu_and_bf16(llama, monkeypatch):
-    monkeypatch.setattr(runtime.RUNTIME, "has_te", True)
-    with pytest.raises(BadArgument, match="GPU"):
-        built(llama, {}, fp8="hybrid")
+def test_fp8_needs_a_gpu_transformer_engine_and_bf16(llama, monkeypatch):
+    built(llama, {})
+    for there in (False, True):
+        monkeypatch.setattr(runtime.RUNTIME, "has_te", there)
+        with pytest.raises(BadArgument, match="GPU"):
+            module._check_fp8("hybrid", "bf16")
     monkeypatch.setattr(runtime.RUNTIME, "installed", False)
+    monkeypatch.setattr(runtime.RUNTIME, "has_te", False)
+    with pytest.raises(NeedsLibrary, match=r"pip install 'transformer-engine\[pytorch\]'"):
+        module._check_fp8("hybrid", "bf16")
+    monkeypatch.setattr(runtime.RUNTIME, "has_te", True)
     with pytest.raises(BadArgument, match="'bf16' with fp8"):
         module._check_fp8("hybrid", "fp16")
     module._check_fp8("e4m3", "bf16")
@@ -115,15 +131,64 @@ def test_optimizers_and_schedulers_are_megatrons(llama):
     assert rates == pytest.approx([0, 5e-4, 1e-3, 5e-4, 0])
 
 
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"lr_decay_style": "cosin"}, "Did you mean 'cosine'"),
+        ({"lr_decay_style": "WSD"}, "wsd_decay_steps"),
+        ({"lr_decay_style": "WSD", "wsd_decay_steps": 2, "lr_wsd_decay_style": "sqrt"}, "minus_sqrt"),
+        ({"lr_warmup_steps": 4}, "lr_warmup_steps=4 must be below lr_decay_steps=4"),
+        ({"min_lr": 1.0}, r"min_lr=1\.0 must be from 0 to max_lr=0\.001"),
+        ({"init_lr": 1.0}, r"init_lr=1\.0 must be at most"),
+        ({"end_wd": 0.5}, "wd_incr_style='linear'"),
+        ({"end_wd": 0.5, "wd_incr_style": "linear"}, "wd_incr_steps"),
+        ({"wd_incr_style": "liner"}, "Did you mean 'linear'"),
+        ({"lr_decay_steps": 0}, "lr_decay_steps=0 must be at least 1"),
+    ],
+)
+def test_a_schedule_that_cannot_be_is_told_when_it_is_set(llama, given, words):
+    """Megatron says nothing, or stops in the middle of training."""
+    model = built(llama, {})
+    model.set_optimizer("default", lr=1e-3, weight_decay=0.1)
+    with pytest.raises(BadScheduler, match=words):
+        model.set_lr_scheduler("default", **{"lr_decay_steps": 4, **given})
+    assert model.sessions[""].scheduler is None
+
+
+def test_files_that_are_cut_short_or_lack_a_tensor_are_told(llama, tmp_path):
+    for name in ("cut", "less"):
+        shutil.copytree(llama, tmp_path / name)
+    file = tmp_path / "cut" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:100_000])
+    with pytest.raises(ModelNotLoaded, match="cut"):
+        built(str(tmp_path / "cut"), {})
+    file = tmp_path / "less" / "model.safetensors"
+    state = load_file(file)
+    del state["model.layers.1.mlp.up_proj.weight"]
+    save_file(state, file, metadata={"format": "pt"})
+    with pytest.raises(ModelNotLoaded, match=r"up_proj\.weight(.|\n)*not in its files"):
+        built(str(tmp_path / "less"), {})
+
+
 def test_ids_beyond_the_vocabulary_are_refused_before_a_table_is_read(llama):
     model = built(llama, {})
     with pytest.raises(BadInputs, match="250"):
         model.forward_only([{"input_ids": [1, 250]}])
 
 
-def test_the_library_that_is_missing_is_named(monkeypatch):
-    monkeypatch.setattr(runtime, "_is_there", lambda library: library != "mcore_bridge")
-    with pytest.raises(NeedsLibrary, match=r"mcore_bridge(.|\n)*pip install 'twinkle-megatron\[mcore\]'"):
+@pytest.mark.parametrize(
+    ("missing", "line"),
+    [
+        ("megatron.core", "'twinkle-megatron[mcore]'"),
+        ("mcore_bridge", "'twinkle-megatron[mcore]'"),
+        ("PIL", "pillow"),
+        ("datasets", "datasets"),
+        ("modelscope", "modelscope"),
+    ],
+)
+def test_the_library_that_is_missing_is_named(monkeypatch, missing, line):
+    monkeypatch.setattr(runtime, "_is_there", lambda library: library != missing)
+    with pytest.raises(NeedsLibrary, match=rf"'{missing}'(.|\n)*pip install '?{re.escape(line)}"):
         runtime.Runtime().install()
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from peft import LoraConfig
 
 from twinkle_core.errors import CheckpointNotRead, CheckpointNotWritten
@@ -132,6 +133,8 @@ class Refused:
         Path(home, "file").touch(exist_ok=True)
         told = [attempt(lambda: model.save("one", Path(home) / "file" / "within"))]
         model.save("good", home, save_optimizer=True)
+        from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+
         from twinkle_megatron import files
 
         original = files.save_file
@@ -143,6 +146,12 @@ class Refused:
         files.LARGEST, largest = 1000, files.LARGEST  # so that it is met while the others have tensors to send
         told.append(attempt(lambda: model.save("two", home)))
         files.save_file, files.LARGEST = original, largest
+        write, FileSystemWriterAsync.write_preloaded_data = (
+            FileSystemWriterAsync.write_preloaded_data,
+            staticmethod(shards_full),
+        )
+        told.append(attempt(lambda: model.save("three", home, save_optimizer=True)))
+        FileSystemWriterAsync.write_preloaded_data = staticmethod(write)
         model.engine.gather_objects(None, "world")
         home = Path(home)
         mine = home if rank == 0 else home / "elsewhere"
@@ -150,6 +159,13 @@ class Refused:
         told.append(attempt(lambda: model.resume_from_checkpoint(mine / "good")))
         numbers = steps(model, windows(1))
         return [*told, sorted(p.name for p in home.iterdir()), numbers["losses"][0]]
+
+
+def shards_full(transform_list, local_proc_idx, write_bucket, results_queue, count_queue, *args, **kwargs):
+    """What Megatron's writer of shards says of a disk that is full, on the second rank."""
+    results_queue.put((local_proc_idx, OSError(28, "No space left on device") if dist.get_rank() else []))
+    count_queue.get()
+    count_queue.task_done()
 
 
 def attempt(verb):
@@ -167,8 +183,10 @@ def test_what_one_rank_cannot_write_or_read_ends_on_all(llama, tmp_path):
     for i, words in enumerate(("Not a directory", "No space left on device")):
         assert first[i].startswith("CheckpointNotWritten") and words in first[i]
         assert second[i].startswith("CheckpointNotWritten") and "rank 0 could not: " in second[i] and words in second[i]
-    for i in (2, 3):
+    for told in (first[2], second[2]):
+        assert told.startswith("CheckpointNotWritten") and "rank 1: " in told and "No space left on device" in told
+    for i in (3, 4):
         assert first[i].startswith("CheckpointNotRead") and "by rank 1" in first[i]
         assert second[i].startswith("CheckpointNotFound")
-    assert first[4] == ["file", "good"]
-    assert first[5] == second[5]
+    assert first[5] == ["file", "good"]
+    assert first[6] == second[6]

@@ -187,8 +187,28 @@ def test_a_model_that_cannot_be(llama, options, error, words):
 
 
 def test_a_family_without_adapters_has_no_slots(tmp_path):
-    with pytest.raises(BadAdapter, match="glm4"):
-        built(str(write_tiny(tmp_path, "glm4", num_hidden_layers=1)))
+    with pytest.raises(BadAdapter, match="deepseek_v3"):
+        built(str(write_tiny(tmp_path, "deepseek_v3", num_hidden_layers=2)))
+
+
+def test_a_family_that_has_gate_and_up_in_one(tmp_path):
+    """Slots, tenants' targets and files have its own names."""
+    model = built(str(write_tiny(tmp_path / "model", "glm4", num_hidden_layers=2)), max_loras=2)
+    for name, targets in (("a", ["gate_up_proj"]), ("b", "all-linear")):
+        model.multi_lora.acquire_lora(name, LoraConfig(r=4, target_modules=targets))
+        model.set_optimizer("default", lr=1e-2, adapter_name=name)
+    assert model.multi_lora.tenants()[0].tenant_config.target_modules == ["gate_up_proj"]
+    for step in range(2):
+        for name in "ab":
+            model.forward_backward(rows_of("ada", step), adapter_name=name)
+            assert model.clip_grad_and_step(adapter_name=name) > 0
+    found = {name: logits(model, name) for name in "ab"}
+    assert not torch.allclose(found["a"], logits(model, "b"), atol=1e-4)
+    for name in "ab":
+        folder = model.save(name, tmp_path, adapter_name=name)
+        model.multi_lora.release_lora(name)
+        model.multi_lora.acquire_lora(name, folder)
+        assert torch.equal(logits(model, name), found[name])
 
 
 def test_targets_outside_of_the_slots(llama):

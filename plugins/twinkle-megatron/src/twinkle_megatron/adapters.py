@@ -18,30 +18,15 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 
 from twinkle_core import hub
 from twinkle_core.contracts.adapters import BASE, AdapterStore
-from twinkle_core.errors import BadAdapter, CheckpointMismatch, CheckpointNotFound, DuplicateAdapter, UnknownAdapter
+from twinkle_core.errors import CheckpointMismatch, CheckpointNotFound, DuplicateAdapter, UnknownAdapter
 from twinkle_core.names import closest
-from twinkle_core.train import limits
 from twinkle_core.train.single import check_state
 from twinkle_megatron import files, foreign
 from twinkle_megatron.cpu.runtime import RUNTIME, computes
+from twinkle_megatron.failing import all_or_none
 from twinkle_megatron.load import Built, mark_experts
 from twinkle_megatron.parallel import Layout, common_seed
-
-#: layers of Megatron's, and the layers of the Hugging Face model that each of them is
-FUSED = {
-    "linear_qkv": ("q_proj", "k_proj", "v_proj"),
-    "linear_proj": ("o_proj",),
-    "linear_fc1": ("gate_proj", "up_proj"),
-    "linear_fc2": ("down_proj",),
-}
-#: families whose adapters were seen to give the same logits in transformers and PEFT
-WRITTEN_RIGHTLY = frozenset({"llama", "mistral", "qwen2", "qwen3", "qwen3_moe"})
-#: what of a LoraConfig is honoured; everything else must be as it is by default
-HONOURED = frozenset({"r", "lora_alpha", "lora_dropout", "use_rslora", "target_modules"})
-#: of a LoraConfig, what says nothing of what it computes
-SILENT = frozenset(
-    {"peft_type", "task_type", "inference_mode", "base_model_name_or_path", "peft_version", "revision", "auto_mapping"}
-)
+from twinkle_megatron.targets import check_shared, checked, layers_of, parts_of
 
 
 class MegatronAdapters(AdapterStore):
@@ -62,6 +47,8 @@ class MegatronAdapters(AdapterStore):
         gone: Callable[[Mapping[str, Any]], None],
     ) -> None:
         self.built, self.layout, self._changed, self._gone = built, layout, changed, gone
+        self.family = str(built.hf_config.model_type)
+        self.layers = layers_of(self.family)
         self._trees: list[Any] = []
         self._inner: dict[str, str] = {}
         self._configs: dict[str, LoraConfig] = {}
@@ -82,14 +69,10 @@ class MegatronAdapters(AdapterStore):
     @computes
     def acquire(self, name: str, config: Any) -> str:
         self.check_new(name)
-        folder = Path(hub.resolve(str(config))) if isinstance(config, (str, Path)) else None
-        state = None
-        if folder is not None:
-            config, state = files.adapter_config(name, folder), files.read_tensors(folder, files.ADAPTER_FILE)
+        outputs = {}
+        if isinstance(config, (str, Path)):  # collective, so before one of the ranks can fail
             outputs = {key.removesuffix(".weight"): len(tensor) for key, tensor in self.outline(BASE).items() if tensor.dim()}
-            config, state = foreign.joined(name, config, state, FUSED, outputs)
-        ready = checked(name, config, str(self.built.hf_config.model_type), self.layout)
-        self.check_room(name, ready)
+        ready, state = all_or_none(f"to make adapter '{name}'", lambda: self._planned_of(name, config, outputs))
         inner, seed = self.next_place(), common_seed()
         try:
             self.inject(inner, ready)
@@ -103,6 +86,19 @@ class MegatronAdapters(AdapterStore):
             self._configs.pop(name, None)
             raise
         return name
+
+    def _planned_of(
+        self, name: str, config: Any, outputs: Mapping[str, int]
+    ) -> tuple[LoraConfig, dict[str, torch.Tensor] | None]:
+        """The adapter's config, and its tensors where it is read from a folder."""
+        state = None
+        if isinstance(config, (str, Path)):
+            folder = Path(hub.resolve(str(config)))
+            config, state = files.adapter_config(name, folder), files.read_tensors(folder, files.ADAPTER_FILE)
+            config, state = foreign.joined(name, config, state, self.layers, outputs)
+        ready = checked(name, config, self.family, self.layout)
+        self.check_room(name, ready)
+        return ready, state
 
     def check_new(self, name: str) -> None:
         """Whether an adapter of this name may come.
@@ -268,7 +264,7 @@ class MegatronAdapters(AdapterStore):
         live = self.outline(name)
         check_state(live, state, f"adapter '{name}'" if name else "weights")
         if name != BASE:
-            _check_shared(name, state)
+            check_shared(name, state, self.layers)
         with self._alone(name) as inner:
             files.loaded(self.built, state, inner)
         self._changed(self.parameters(name))
@@ -301,7 +297,7 @@ class MegatronAdapters(AdapterStore):
         if self._known(name) == BASE:
             return {}
         config = self._configs[name]
-        targets = sorted(part for layer in config.target_modules or () for part in FUSED[layer])
+        targets = sorted(parts_of(config, self.layers))
         return {"method": "LORA", "rank": config.r, "alpha": config.lora_alpha, "targets": ", ".join(targets)}
 
 
@@ -324,73 +320,3 @@ def plain_parameters(chunks: list[Any]) -> Iterator[tuple[str, Any]]:
                 path = f"{head}{mark}{layers[int(number)]}.{rest}"
             yield f"{path}.{last}", parameter
         first_expert.clear()
-
-
-def checked(name: str, config: Any, family: str, layout: Layout) -> LoraConfig:
-    """A LoraConfig over Megatron's layers.
-
-    Raises:
-        BadAdapter: another method; a setting that is not honoured; targets that are a part of a layer; a family that can't be
-        written rightly.
-    """
-    if type(config) is not LoraConfig:
-        raise BadAdapter(name, f"{type(config).__name__} is no LoraConfig of peft's, nor the folder of an adapter")
-    if family not in WRITTEN_RIGHTLY:
-        known = ", ".join(sorted(WRITTEN_RIGHTLY))
-        why = f"adapters of the family '{family}' can't be written so that PEFT reads them rightly; of {known} they can"
-        raise BadAdapter(name, f"{why}. Train the whole model, or the adapter with TransformersModel")
-    if layout.etp > 1:
-        raise BadAdapter(name, "LoRA on experts that are split themselves (etp_size > 1) is not there; set etp_size=1")
-    limits.check_lora(name, config)
-    default = LoraConfig()
-    odd = [
-        field
-        for field, value in vars(config).items()
-        if field not in HONOURED | SILENT and hasattr(default, field) and value not in (getattr(default, field), None, {}, [])
-    ]
-    if odd:
-        raise BadAdapter(
-            name, f"{', '.join(f'{f}={getattr(config, f)!r}' for f in odd)} is not honoured on Megatron's layers; leave it out"
-        )
-    return LoraConfig(
-        r=config.r,
-        lora_alpha=config.lora_alpha,
-        lora_dropout=config.lora_dropout,
-        use_rslora=config.use_rslora,
-        target_modules=_targets(name, config.target_modules),
-    )
-
-
-def _targets(name: str, given: Any) -> list[str]:
-    if given in (None, "all-linear"):
-        return list(FUSED)
-    wanted = {given} if isinstance(given, str) else set(given)
-    known = set(FUSED) | {part for parts in FUSED.values() for part in parts}
-    if unknown := sorted(wanted - known):
-        raise BadAdapter(name, f"target '{unknown[0]}' is not known; 'all-linear', or names of {', '.join(sorted(known))}")
-    found = []
-    for layer, parts in FUSED.items():
-        here = wanted & set(parts)
-        if layer in wanted or here == set(parts):
-            found.append(layer)
-        elif here:
-            lacks = ", ".join(sorted(set(parts) - here))
-            raise BadAdapter(
-                name, f"{', '.join(sorted(here))} and {lacks} are one layer in Megatron: target all of them, or none"
-            )
-    return found
-
-
-def _check_shared(name: str, state: Mapping[str, torch.Tensor]) -> None:
-    """Raise BadAdapter where an adapter has another lora_A for each part of a layer that is one here."""
-    groups: dict[tuple[str, tuple[str, ...]], list[torch.Tensor]] = {}
-    for key, tensor in state.items():
-        head, mark, _ = key.partition(".lora_A.")
-        place, _, part = head.rpartition(".")
-        for parts in FUSED.values():
-            if mark and part in parts and len(parts) > 1:
-                groups.setdefault((place, parts), []).append(tensor)
-    for (place, parts), tensors in groups.items():
-        if len(tensors) != len(parts) or any(not torch.equal(tensors[0], t) for t in tensors[1:]):
-            why = f"{place}: {', '.join(parts)} are one layer in Megatron and need one lora_A; this adapter has several"
-            raise BadAdapter(name, f"{why}. Make an adapter of its folder: add_adapter_to_model('{name}', FOLDER)")

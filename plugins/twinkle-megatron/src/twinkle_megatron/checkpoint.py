@@ -15,8 +15,10 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedBase
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
+from torch.distributed.checkpoint.api import CheckpointException
 
 from twinkle_core.errors import CheckpointDamaged, CheckpointMismatch, CheckpointNotWritten
+from twinkle_core.isolation import attempt
 from twinkle_core.train.plain import from_plain, to_plain
 from twinkle_megatron.optim import MegatronDistributedOptimizer
 
@@ -79,7 +81,19 @@ def write(optimizer: MegatronDistributedOptimizer, inner: str | None, folder: Pa
         raise CheckpointNotWritten(str(folder), refused[0])
     # Megatron would start a process for it, which runs a program's file again and outlives who does not end in the usual way
     filesystem_async._results_queue = queue.Queue()
-    dist_checkpointing.save(_sharded(optimizer, inner, loading=False), str(place))
+    done = attempt(lambda: dist_checkpointing.save(_sharded(optimizer, inner, loading=False), str(place)))
+    told: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, None if done.error is None else _reason(done.error))
+    if any(why is not None for why in told):
+        why = next(filter(None, told), "its shards could not be written")  # one rank knows of all of them
+        raise CheckpointNotWritten(str(folder), why) from done.error
+
+
+def _reason(error: BaseException) -> str:
+    """What torch says of all ranks on one, and on the others that there is something."""
+    if isinstance(error, CheckpointException):
+        return "; ".join(f"rank {rank}: {why}" for rank, (why, _) in error.failures.items())
+    return f"{type(error).__name__}: {error}"
 
 
 def describe(optimizer: MegatronDistributedOptimizer) -> dict[str, Any]:
@@ -110,7 +124,10 @@ def prepare(
         raise CheckpointDamaged(str(place), "the optimizer's shards are not there")
 
     def read() -> None:
-        found = dist_checkpointing.load(_sharded(optimizer, inner, loading=True), str(place))
+        try:
+            found = dist_checkpointing.load(_sharded(optimizer, inner, loading=True), str(place))
+        except CheckpointException as error:  # no Exception, and not to be caught as one
+            raise CheckpointDamaged(str(place), _reason(error) or "a rank could not read its shards") from error
         optimizer.inner.load_state_dict(found["optimizer"])
         optimizer.tell()
 

@@ -21,8 +21,27 @@ SAME_AS = {"mistral": "llama"}
 SEEING = frozenset({"qwen3_5", "qwen3_5_moe"})
 #: those whose logits and files were compared with transformers'
 PROVEN = frozenset({"llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe", "glm4", "deepseek_v3"})
-#: those whose conversion loses sight of windows
-WITHOUT_WINDOW = frozenset({"llama", "mistral", "qwen2", "qwen3", "qwen3_moe"})
+#: those whose conversion loses sight of windows, and of heads that are turned in part
+PLAIN = frozenset({"llama", "mistral", "qwen2", "qwen3", "qwen3_moe"})
+#: what a config can say that the conversion leaves out, or that changes which layers there are: by family, the values that it
+#: may have. A model of another one would be computed wrongly, mostly in silence.
+ONLY: dict[str, dict[str, tuple[Any, ...]]] = {
+    **{family: {"hidden_act": ("silu",)} for family in PROVEN},
+    "llama": {"hidden_act": ("silu",), "attention_bias": (False,), "mlp_bias": (False,)},
+    "qwen3": {"hidden_act": ("silu",), "attention_bias": (False,)},
+    "qwen3_moe": {
+        "hidden_act": ("silu",),
+        "attention_bias": (False,),
+        "mlp_only_layers": ([], None),
+        "decoder_sparse_step": (1,),
+    },
+    "deepseek_v3": {
+        "hidden_act": ("silu",),
+        "attention_bias": (False,),
+        "norm_topk_prob": (True,),
+        "rope_interleave": (True,),
+    },
+}
 WAY = "train it with TransformersModel"
 
 
@@ -75,7 +94,17 @@ def _check(owner: str, family: str, hf_config: Any) -> None:
     if getattr(hf_config, "quantization_config", None) is not None:
         why = "its weights are quantised, and would be written as if they still were"
         raise UnsupportedFamily(owner, family, why, "take a copy of it in bf16, without 'quantization_config' in its config")
-    if family not in WITHOUT_WINDOW:
+    text = hf_config.get_text_config()
+    for field, allowed in ONLY.get(family, {}).items():
+        value = getattr(text, field, allowed[0])
+        if value not in allowed:
+            why = f"its config says {field}={value!r}, and mcore-bridge makes models of {field}={allowed[0]!r} alone"
+            raise UnsupportedFamily(owner, family, why, WAY)
+    part = (getattr(text, "rope_parameters", None) or {}).get("partial_rotary_factor", 1.0)
+    if part != 1.0 and family in PLAIN:
+        why = f"its config says partial_rotary_factor={part!r}, which mcore-bridge leaves out for this family"
+        raise UnsupportedFamily(owner, family, why, WAY)
+    if family not in PLAIN:
         return
     layers = getattr(hf_config, "layer_types", None) or ()
     if "sliding_attention" in layers or (family == "mistral" and getattr(hf_config, "sliding_window", None) is not None):

@@ -50,9 +50,18 @@ def exported(built: Built, inner: str | None, *, first_only: bool = False) -> It
         elif ".gate_proj." in key:
             pending[key] = tensor
         elif ".up_proj." in key:  # this family has both in one, which mcore-bridge forgets when it writes
-            yield key.replace("up_proj", "gate_up_proj"), torch.cat([pending.pop(key.replace("up_proj", "gate_proj")), tensor])
+            gate = pending.pop(key.replace("up_proj", "gate_proj"))
+            yield key.replace("up_proj", "gate_up_proj"), gate if ".lora_A." in key else torch.cat([gate, tensor])
         else:
             yield key, tensor
+
+
+def _apart(key: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What ``exported`` has joined in an adapter, as mcore-bridge takes it apart for tensor ranks."""
+    if ".gate_up_proj." not in key:
+        return {key: tensor}
+    halves = (tensor, tensor) if ".lora_A." in key else tensor.chunk(2)
+    return {key.replace("gate_up_proj", part): half for part, half in zip(("gate_proj", "up_proj"), halves, strict=True)}
 
 
 class _Held:
@@ -67,6 +76,8 @@ class _Held:
 
 def loaded(built: Built, state: Mapping[str, torch.Tensor], inner: str | None) -> None:
     """Set the weights of this rank from whole tensors."""
+    if inner is not None:
+        state = {k: t for key, tensor in state.items() for k, t in _apart(key, tensor).items()}
     set_weights(built, {key: _Held(tensor) for key, tensor in state.items()}, inner)
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,10 +13,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from mcore_bridge import ModelConfig, get_mcore_model
+from mcore_bridge.config.parser import config_mapping
 from mcore_bridge.model import GPTModel
 from mcore_bridge.model.modules.gated_delta_net import GatedDeltaNet
 from mcore_bridge.utils import SafetensorLazyLoader
 from megatron.core import parallel_state
+from safetensors import SafetensorError
 
 from twinkle_core import hub
 from twinkle_core import settings as environment
@@ -23,8 +27,20 @@ from twinkle_core.names import closest
 from twinkle_megatron.families import PROVEN, SEEING, WAY, family_of, made_anew, stays
 from twinkle_megatron.parallel import Layout
 
+#: settings of Megatron's that say which model it is. Files would be written with the model's own config, so that with another
+#: one they would be another model's.
+OF_MODEL = (
+    *(config_mapping.keys() - {"attention_dropout"}),
+    *("normalization", "layernorm_zero_centered_gamma", "gated_linear_unit", "activation_func", "quick_geglu"),
+    *("glu_linear_offset", "softmax_scale", "softmax_type", "qk_l2_norm", "attention_output_gate", "multi_latent_attention"),
+    *("no_rope_freq", "experimental_attention_variant", "window_attn_skip_freq", "position_embedding_type"),
+    *("apply_residual_connection_post_layernorm", "rotary_percent", "rope_scaling", "attention_scaling", "mrope_section"),
+    *("mrope_interleaved", "moe_shared_expert_gate", "moe_layer_freq", "moe_latent_size", "moe_apply_probs_on_input"),
+    *("is_hybrid_model", "heterogeneous_block_specs", "task_type", "num_labels", "language_model_only", "mtp_num_layers"),
+)
 #: settings of Megatron's that have another home here: where to give them
 ELSEWHERE = {
+    **dict.fromkeys(OF_MODEL, "left out; the model's own config says it (config=…)"),
     **dict.fromkeys(("fp16", "bf16", "params_dtype", "pipeline_dtype", "autocast_dtype"), "left out; mixed_precision says it"),
     **{
         name: f"left out; DeviceMesh.from_sizes({size}=…) says it"
@@ -68,9 +84,10 @@ def check_settings(owner: str, own: frozenset[str], given: Mapping[str, Any]) ->
             raise BadArgument(key, value, ELSEWHERE[key])
         if key not in known:
             raise WrongArgument(owner, key, closest(key, own) or closest(key, known), sorted(own))
-    if given.get("moe_aux_loss_coeff"):
-        why = "0: Megatron adds a router's auxiliary loss by tokens, labelled or not, which a window's weight does not undo"
-        raise BadArgument("moe_aux_loss_coeff", given["moe_aux_loss_coeff"], why)
+    for key in ("moe_aux_loss_coeff", "moe_z_loss_coeff"):
+        if given.get(key):
+            why = "0: Megatron adds a router's auxiliary loss by tokens, labelled or not, which a window's weight does not undo"
+            raise BadArgument(key, given[key], f"{why}. TransformersModel trains what the model's config asks for of it")
 
 
 def find(model_id: str | Path | None, config: Any) -> tuple[Path | None, Any]:
@@ -164,12 +181,7 @@ def build(
         "mtp_num_layers": None,
     }
     with environment.without("NVTE_APPLY_QK_LAYER_SCALING"):  # mcore-bridge sets it under fp16, and other models trip over it
-        try:
-            config = ModelConfig(**values)
-        except (AssertionError, ValueError, TypeError) as error:
-            if family_of(hf_config) not in PROVEN:  # its own settings may be what is refused
-                raise UnsupportedFamily(owner, family_of(hf_config), f"Megatron-Core refuses it: {error}", WAY) from error
-            raise BadLayout("MegatronModel", f"Megatron refuses these settings: {error}") from error
+        config = _config(owner, values, settings, hf_config)
         wholes = get_mcore_model(config)
     chunks = [getattr(whole, "language_model", whole) for whole in wholes]
     if any(getattr(type(c), "_forward_output_layer", None) is not GPTModel._forward_output_layer for c in chunks):
@@ -186,6 +198,23 @@ def build(
     return built
 
 
+def _config(owner: str, values: dict[str, Any], settings: Mapping[str, Any], hf_config: Any) -> Any:
+    """Megatron's own, or whose fault it is that there is none: the settings', the family's or the layout's."""
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "full scope is deprecated")  # of a default that mcore-bridge sets
+            return ModelConfig(**values)
+    except (AssertionError, ValueError, TypeError) as error:
+        refused = error
+    for key, value in settings.items():
+        with contextlib.suppress(UnsupportedFamily, BadLayout):
+            _config(owner, {k: v for k, v in values.items() if k != key}, {}, hf_config)
+            raise BadArgument(key, value, f"another one; Megatron says: {refused}") from refused
+    if family_of(hf_config) not in PROVEN:  # its own settings may be what is refused
+        raise UnsupportedFamily(owner, family_of(hf_config), f"Megatron-Core refuses it: {refused}", WAY) from refused
+    raise BadLayout(owner, f"Megatron refuses these settings: {refused}") from refused
+
+
 class _Noted:
     """A tensor of a file that notes that it was read."""
 
@@ -200,16 +229,24 @@ class _Noted:
 def _read(owner: str, built: Built, folder: Path) -> None:
     """Set the weights from a folder, all of whose tensors must have a place on some rank."""
     read: set[str] = set()
+    state: dict[str, Any] = {}
+    failed: Exception | None = None
     try:
         state = SafetensorLazyLoader(str(folder)).get_state_dict()
         built.bare = "embed_tokens.weight" in state
         set_weights(built, {key: _Noted(lazy, key, read) for key, lazy in state.items()})
-    except (OSError, KeyError, RuntimeError, AssertionError) as error:
-        raise ModelNotLoaded(folder, f"{type(error).__name__}: {error}") from error
+    except (OSError, KeyError, RuntimeError, AssertionError, SafetensorError) as error:
+        failed = error  # others may have read all of theirs
+    why = None if failed is None else f"{type(failed).__name__}: {failed}"
     told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, read)
-    config = built.hf_config
-    left = sorted(k for k in state.keys() - set().union(*told) if not (stays(config, k) or made_anew(config, k)))
+    dist.all_gather_object(told, (read, why))
+    if failed is not None:
+        lacks = " (a tensor that its config asks for is not in its files)" if isinstance(failed, KeyError) else ""
+        raise ModelNotLoaded(folder, f"{why}{lacks}") from failed
+    if elsewhere := next(((rank, text) for rank, (_, text) in enumerate(told) if text is not None), None):
+        raise ModelNotLoaded(folder, f"rank {elsewhere[0]} could not read its part: {elsewhere[1]}")
+    config, seen = built.hf_config, set[str]().union(*(keys for keys, _ in told))
+    left = sorted(k for k in state.keys() - seen if not (stays(config, k) or made_anew(config, k)))
     if left:
         why = f"'{left[0]}' has no place in the model that mcore-bridge makes ({len(left)} of {len(state)} tensors have none)"
         raise UnsupportedFamily(owner, family_of(config), why, WAY)

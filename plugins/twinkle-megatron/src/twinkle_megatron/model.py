@@ -143,10 +143,10 @@ def _device(mesh: DeviceMesh) -> torch.device:
 def _check_fp8(value: Any, precision: str) -> None:
     if value not in FP8:
         raise UnknownOption("fp8", value, closest(str(value), FP8), FP8)
+    if RUNTIME.installed:  # no library helps there
+        raise BadArgument("fp8", value, "left out on the CPU; it needs a GPU")
     if not RUNTIME.has_te:
         raise NeedsLibrary("MegatronModel", "transformer_engine.pytorch", "transformer-engine[pytorch]", sys.prefix)
-    if RUNTIME.installed:
-        raise BadArgument("fp8", value, "left out on the CPU; it needs a GPU")
     if precision != "bf16":
         raise BadArgument("mixed_precision", precision, "'bf16' with fp8: what fp8 does not compute is computed in it")
 

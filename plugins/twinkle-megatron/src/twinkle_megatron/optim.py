@@ -9,7 +9,8 @@ import torch
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler as _Scheduler
 
-from twinkle_core.errors import BadOptimizer, BadScheduler
+from twinkle_core.errors import BadOptimizer, BadScheduler, UnknownOption
+from twinkle_core.names import closest
 
 
 class MegatronDistributedOptimizer(torch.optim.Optimizer):
@@ -120,6 +121,17 @@ def _start(optimizer: torch.optim.Optimizer, config: Any = None) -> None:
             optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
 
 
+#: the forms that Megatron's schedule has, of the rate, of weight decay, and of the rate at WSD's end
+STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
+WD_STYLES = ("constant", "linear", "cosine")
+WSD_STYLES = ("linear", "cosine", "exponential", "minus_sqrt")
+
+
+def _check_style(name: str, value: Any, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise UnknownOption(name, value, closest(str(value), known), known)
+
+
 class OptimizerParamScheduler(_Scheduler):  # type: ignore[misc]
     """Megatron's schedule of learning rate and weight decay. A step is one optimizer update.
 
@@ -151,22 +163,41 @@ class OptimizerParamScheduler(_Scheduler):  # type: ignore[misc]
         wsd_decay_steps: int | None = None,
         lr_wsd_decay_style: str | None = None,
     ) -> None:
-        if not lr_warmup_steps < lr_decay_steps:
-            raise BadScheduler(
-                type(self).__name__, f"lr_warmup_steps={lr_warmup_steps} must be below lr_decay_steps={lr_decay_steps}"
-            )
         decay = max(float(group["weight_decay"]) for group in optimizer.param_groups)
         start = decay if start_wd is None else start_wd
+        peak = float(optimizer.param_groups[0]["lr"]) if max_lr is None else max_lr
+        end = start if end_wd is None else end_wd
+        _check_style("lr_decay_style", lr_decay_style, STYLES)
+        _check_style("wd_incr_style", wd_incr_style, WD_STYLES)
+        grows = wd_incr_style != "constant"
+        rules = (
+            (lr_decay_steps >= 1, f"lr_decay_steps={lr_decay_steps} must be at least 1"),
+            (
+                lr_warmup_steps < lr_decay_steps,
+                f"lr_warmup_steps={lr_warmup_steps} must be below lr_decay_steps={lr_decay_steps}",
+            ),
+            (init_lr <= peak, f"init_lr={init_lr} must be at most max_lr={peak}"),
+            (0 <= min_lr <= peak, f"min_lr={min_lr} must be from 0 to max_lr={peak}"),
+            (0 <= start <= end, f"end_wd={end} must be at least start_wd={start}"),
+            (start == end or grows, "a weight decay that changes needs wd_incr_style='linear' or 'cosine'"),
+            (wd_incr_steps >= 1 or not grows, f"wd_incr_style='{wd_incr_style}' needs wd_incr_steps of at least 1"),
+            (wsd_decay_steps is not None or lr_decay_style != "WSD", "lr_decay_style='WSD' needs wsd_decay_steps"),
+        )
+        for kept, why in rules:
+            if not kept:
+                raise BadScheduler(type(self).__name__, why)
+        if lr_decay_style == "WSD":
+            _check_style("lr_wsd_decay_style", lr_wsd_decay_style, WSD_STYLES)
         super().__init__(
             optimizer,
             init_lr=init_lr,
-            max_lr=float(optimizer.param_groups[0]["lr"]) if max_lr is None else max_lr,
+            max_lr=peak,
             min_lr=min_lr,
             lr_warmup_steps=lr_warmup_steps,
             lr_decay_steps=lr_decay_steps,
             lr_decay_style=lr_decay_style,
             start_wd=start,
-            end_wd=start if end_wd is None else end_wd,
+            end_wd=end,
             wd_incr_steps=wd_incr_steps,
             wd_incr_style=wd_incr_style,
             wsd_decay_steps=wsd_decay_steps,

@@ -115,6 +115,7 @@ class Groups:
 
     def __init__(self) -> None:
         self.layout: Layout | None = None
+        self.hosts: Any = None  # all ranks, as they tell what is on no device
         self.users: weakref.WeakSet[User] = weakref.WeakSet()
 
     def enter(self, layout: Layout, user: User) -> None:
@@ -140,6 +141,7 @@ class Groups:
                 expert_tensor_parallel_size=layout.etp,
                 create_gloo_process_groups=True,
             )
+            self.hosts = dist.group.WORLD if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
             self.layout = layout
         self.users.add(user)
 

@@ -23,15 +23,17 @@ from twinkle_multilora.options import check_ranks, check_targets
 from twinkle_multilora.pool import LoraTenant, SlotPool
 
 if TYPE_CHECKING:
-    from twinkle_megatron.adapters import FUSED, MegatronAdapters, checked
+    from twinkle_megatron.adapters import MegatronAdapters
     from twinkle_megatron.cpu.runtime import RUNTIME
     from twinkle_megatron.draws import drawing_from
     from twinkle_megatron.engine import MegatronEngine
     from twinkle_megatron.load import Built
     from twinkle_megatron.parallel import Layout
+    from twinkle_megatron.targets import checked, parts_of
 else:
-    _adapters = needed("twinkle_megatron.adapters", "megatron", "MultiLoraMegatronModel")
-    FUSED, MegatronAdapters, checked = _adapters.FUSED, _adapters.MegatronAdapters, _adapters.checked
+    MegatronAdapters = needed("twinkle_megatron.adapters", "megatron", "MultiLoraMegatronModel").MegatronAdapters
+    _targets = needed("twinkle_megatron.targets", "megatron", "MultiLoraMegatronModel")
+    checked, parts_of = _targets.checked, _targets.parts_of
     MegatronEngine = needed("twinkle_megatron.engine", "megatron", "MultiLoraMegatronModel").MegatronEngine
     RUNTIME = needed("twinkle_megatron.cpu.runtime", "megatron", "MultiLoraMegatronModel").RUNTIME
     drawing_from = needed("twinkle_megatron.draws", "megatron", "MultiLoraMegatronModel").drawing_from
@@ -70,8 +72,8 @@ class MegatronSlots(MegatronAdapters):
     ) -> None:
         super().__init__(built, layout, changed, gone)
         config = LoraConfig(r=max_r, target_modules=target_modules)
-        self._planned = checked("lora_0", config, str(built.hf_config.model_type), layout)
-        self.pool = SlotPool(max_loras, _plain(self._planned))
+        self._planned = checked("lora_0", config, self.family, layout)
+        self.pool = SlotPool(max_loras, self._plain(self._planned))
         self._active = BASE
         self._draws: dict[str, Draws] = {}  # by slot
         for parameter in self._base:
@@ -100,7 +102,7 @@ class MegatronSlots(MegatronAdapters):
         slot = self.pool.next_free() if self.pool.free else None
         super().acquire(name, config)
         assert slot is not None
-        self.pool.take(slot, name, _plain(self._configs[name]))
+        self.pool.take(slot, name, self._plain(self._configs[name]))
         return slot.adapter_name
 
     def release(self, name: str) -> None:
@@ -113,7 +115,7 @@ class MegatronSlots(MegatronAdapters):
 
     def check_room(self, name: str, config: LoraConfig) -> None:
         check_ranks(name, config, self.pool.max_r)
-        check_targets(name, _parts(config), _parts(self._planned))
+        check_targets(name, parts_of(config, self.layers), parts_of(self._planned, self.layers))
 
     def next_place(self) -> str:
         return self.pool.next_free().adapter_name
@@ -188,21 +190,15 @@ class MegatronSlots(MegatronAdapters):
         trained."""
         return {} if self._known(name) == BASE else super().parameters(name)
 
+    def _plain(self, config: LoraConfig) -> LoraConfig:
+        """A config as PEFT would have it of the Hugging Face model."""
+        config = copy.deepcopy(config)
+        config.target_modules = parts_of(config, self.layers)
+        return config
+
     def describe(self, name: str) -> dict[str, Any]:
         facts = super().describe(name)
         return {**facts, "slot": f"{self.slot(name).adapter_name} of {len(self.pool.slots)}"} if facts else facts
-
-
-def _parts(config: LoraConfig) -> list[str]:
-    """The layers of the Hugging Face model that an adapter is beside."""
-    return [part for layer in FUSED if layer in (config.target_modules or ()) for part in FUSED[layer]]
-
-
-def _plain(config: LoraConfig) -> LoraConfig:
-    """A config as PEFT would have it of the Hugging Face model."""
-    config = copy.deepcopy(config)
-    config.target_modules = _parts(config)
-    return config
 
 
 class MegatronSlotEngine(MegatronEngine):

@@ -17,6 +17,7 @@ import contextlib
 import functools
 import importlib
 import importlib.util
+import logging
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -30,6 +31,8 @@ from twinkle_core.errors import LoadedTooEarly, NeedsLibrary
 from twinkle_core.log import get_logger
 
 CPU = torch.device("cpu")
+#: what mcore-bridge imports, which may not be there where it was installed without what it declares
+UNDECLARED = {"datasets": "datasets", "PIL": "pillow", "modelscope": "modelscope"}
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -147,13 +150,13 @@ class Runtime:
         """Before Megatron's first import. A second call does nothing.
 
         Raises:
-            NeedsLibrary: Megatron-Core, mcore-bridge, or (on CUDA) Transformer Engine. LoadedTooEarly.
+            NeedsLibrary: Megatron-Core, mcore-bridge, what that imports, or (on CUDA) Transformer Engine. LoadedTooEarly.
         """
         if self.installed is not None:
             return
         on_cpu = settings.megatron_cpu() or not torch.cuda.is_available()
         self.has_te = _is_there("transformer_engine.pytorch")  # asked before anything stands in for it
-        needed = {"megatron.core": "twinkle-megatron[mcore]", "mcore_bridge": "twinkle-megatron[mcore]"}
+        needed = {"megatron.core": "twinkle-megatron[mcore]", "mcore_bridge": "twinkle-megatron[mcore]", **UNDECLARED}
         needed |= {} if on_cpu else {"transformer_engine.pytorch": "transformer-engine[pytorch]"}
         for library, requirement in needed.items():
             if not _is_there(library):
@@ -170,7 +173,7 @@ class Runtime:
         settings.one_device_connection()
         transformer_engine.install()
         self.installed = True
-        with self.active(), triton.named(), warnings.catch_warnings():
+        with self.active(), triton.named(), warnings.catch_warnings(), _quiet():
             warnings.simplefilter("ignore")  # of libraries that are not for CPUs
             from twinkle_megatron.cpu import megatron, recurrent
 
@@ -191,6 +194,17 @@ class Runtime:
                 yield
         finally:
             self.depth -= 1
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Inside, what libraries say below an error is not shown: what they could not patch is not there."""
+    disabled = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(disabled)
 
 
 @contextlib.contextmanager
