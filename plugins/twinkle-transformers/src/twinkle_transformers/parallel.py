@@ -29,6 +29,7 @@ from twinkle_core.ops.gather import Ranks
 from twinkle_core.ops.sharded import is_sharded, local
 from twinkle_core.runtime.local import default_mesh
 from twinkle_core.train.loop_engine import LoopEngine, gradients
+from twinkle_core.train.normalise import as_scalar
 from twinkle_transformers import fsdp, tensor
 from twinkle_transformers.fsdp import Shards
 from twinkle_transformers.sequence import Sequence
@@ -144,6 +145,14 @@ class Meeting:
         if len(found) > 1:
             dist.all_gather_object(found, obj, group=self.group(kind))
         return found
+
+    def gather_numbers(self, numbers: Several[float | torch.Tensor]) -> list[list[float]]:
+        """The numbers of all ranks. One message, and one look at what a device holds."""
+        mine = torch.stack([as_scalar(number, self.device) for number in numbers])
+        everyone = [mine] if self.mesh.world_size == 1 else [torch.empty_like(mine) for _ in range(self.mesh.world_size)]
+        if len(everyone) > 1:
+            dist.all_gather(everyone, mine)
+        return torch.stack(everyone).tolist()
 
     def ranks(self, kind: str) -> Ranks | None:
         return Ranks(self.group(kind)) if self._sizes[kind] > 1 else None
@@ -324,8 +333,7 @@ class MeshEngine(LoopEngine):
         return self.layout.meeting
 
     @property
-    def in_step(self) -> bool:
-        """Whether ranks must run the model together, the same number of times."""
+    def in_step(self) -> bool:  # type: ignore[override]
         return self.layout.in_step
 
     def around(self, call: Callable[[], T], keep: bool = False) -> T:
@@ -353,6 +361,9 @@ class MeshEngine(LoopEngine):
 
     def gather_objects(self, obj: Any, over: str = DATA) -> list[Any]:
         return self.meeting.gather_objects(obj, over)
+
+    def gather_numbers(self, numbers: Several[float | torch.Tensor]) -> list[list[float]]:
+        return self.meeting.gather_numbers(numbers)
 
     def ranks(self, over: str = DATA) -> Any:
         return self.meeting.ranks(over)
