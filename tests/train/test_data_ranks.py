@@ -9,6 +9,7 @@ from twinkle_core.errors import CheckpointNotWritten, CheckpointUnfit, EmptyBatc
 from twinkle_core.mesh import DeviceMesh
 from twinkle_core.testing.engines import ToyEngine, session_model
 from twinkle_core.testing.toys import TwoWords, row
+from twinkle_core.types import LossOutput
 
 
 class BesideAnother(ToyEngine):
@@ -57,6 +58,27 @@ def test_rows_on_no_rank_are_an_error_on_all():
     model, _ = beside_another(0)
     with pytest.raises(EmptyBatch):
         model.forward_backward([])
+
+
+def test_a_function_that_returns_a_mean_is_told_of_once_where_there_are_several_ranks(caplog):
+    """Each rank counts alike then, whatever it has; one that says so by a weight is left alone."""
+
+    def mean(inputs, outputs):
+        return outputs.logits.float().mean()
+
+    def meant(inputs, outputs):
+        return LossOutput(outputs.logits.float().mean(), 1.0)
+
+    for loss, expected in ((meant, 0), (mean, 1)):
+        for several in (False, True):
+            caplog.clear()
+            model, _ = beside_another(1, 1)
+            model.engine.ranks = lambda over="dp", several=several: object() if several else None
+            model.set_loss(loss)
+            for _ in range(2):
+                model.forward_backward([row([1])])
+            told = [record.getMessage() for record in caplog.records if "each rank counts alike" in record.getMessage()]
+            assert len(told) == expected * several
 
 
 @pytest.mark.parametrize("rank", [0, 1])

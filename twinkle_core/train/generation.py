@@ -50,7 +50,7 @@ class GenerateVerb(Sessions):
                 raise Unsupported("generate", type(self.engine).__name__, "a sampler")
             template = self._or_base(session, "template")
             if template is None and not return_rows:
-                raise NoTemplate(session.name)
+                raise NoTemplate.of_completions(session.name)
             if return_rows:
                 kwargs = {"keep_end": True, **kwargs}
             arguments.check(self.engine.generate, kwargs, f"{type(self.engine).__name__}.generate", positional=1)
