@@ -7,11 +7,15 @@ say so, where else each would take the other's message for its own, or wait.
 from __future__ import annotations
 
 import contextlib
+import time
 import zlib
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+import torch.distributed as dist
 
 from twinkle_core.contracts.engine import Engine
 from twinkle_core.errors import FailedElsewhere, RankLeft, RanksApart, TwinkleError
@@ -132,3 +136,30 @@ def together(engine: Engine, failure: Failure, *, always: bool = False) -> Itera
         _tell(engine, str(error) or type(error).__name__)
         raise
     meet(engine, failure=failure)
+
+
+def leave(patience: float = 2.0) -> None:
+    """Close the process group: to be called when a process ends, by ``atexit``.
+
+    Threads of gloo let go of the tensors of the last message by themselves, and need the interpreter for it. One that comes to
+    it when the interpreter has ended aborts the process, which has done all its work. So they are let through before.
+
+    Args:
+        patience: seconds that they are given at most.
+    """
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    until = time.monotonic() + patience
+    time.sleep(0.05)  # without the interpreter: who has waited for it may run now
+    while _gloo_runs() and time.monotonic() < until:
+        time.sleep(0.01)
+
+
+def _gloo_runs() -> bool:
+    """Whether a thread of gloo that handles messages is awake (Linux tells)."""
+    for stat in Path("/proc/self/task").glob("*/stat"):
+        with contextlib.suppress(OSError):
+            name, _, rest = stat.read_text().partition("(")[2].rpartition(")")
+            if name.startswith("pt_gloo") and rest.split()[0] != "S":
+                return True
+    return False

@@ -30,6 +30,7 @@ from twinkle_core.ops.sharded import is_sharded, local
 from twinkle_core.runtime.local import default_mesh
 from twinkle_core.train.loop_engine import LoopEngine, gradients
 from twinkle_core.train.normalise import as_scalar
+from twinkle_core.train.together import leave
 from twinkle_transformers import fsdp, tensor
 from twinkle_transformers.fsdp import Shards
 from twinkle_transformers.sequence import Sequence
@@ -116,7 +117,7 @@ class Meeting:
             dist.init_process_group(
                 "gloo" if device.type == "cpu" else None, device_id=None if device.type == "cpu" else device
             )
-            atexit.register(_leave)
+            atexit.register(leave)
         for kind, size in self._sizes.items():
             if 1 < size < mesh.world_size:  # all processes make all groups, in one order
                 mine, _ = dist.new_subgroups_by_enumeration(partition(mesh, kind))  # type: ignore[no-untyped-call]
@@ -202,12 +203,6 @@ class Meeting:
         dist.all_reduce(flat, group=self.group(kind))
         for grad, part in zip(bucket, torch.split(flat, [g.numel() for g in bucket]), strict=True):
             grad.copy_(part.view_as(grad))
-
-
-def _leave() -> None:
-    """Threads of a process group that is left open can abort a process that has done its work."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 class Layout:
