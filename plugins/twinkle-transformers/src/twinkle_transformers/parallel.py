@@ -147,14 +147,6 @@ class Meeting:
             dist.all_gather_object(found, obj, group=self.group(kind))
         return found
 
-    def gather_numbers(self, numbers: Several[float | torch.Tensor]) -> list[list[float]]:
-        """The numbers of all ranks. One message, and one look at what a device holds."""
-        mine = torch.stack([as_scalar(number, self.device) for number in numbers])
-        everyone = [mine] if self.mesh.world_size == 1 else [torch.empty_like(mine) for _ in range(self.mesh.world_size)]
-        if len(everyone) > 1:
-            dist.all_gather(everyone, mine)
-        return torch.stack(everyone).tolist()
-
     def ranks(self, kind: str) -> Ranks | None:
         return Ranks(self.group(kind)) if self._sizes[kind] > 1 else None
 
@@ -358,7 +350,11 @@ class MeshEngine(LoopEngine):
         return self.meeting.gather_objects(obj, over)
 
     def gather_numbers(self, numbers: Several[float | torch.Tensor]) -> list[list[float]]:
-        return self.meeting.gather_numbers(numbers)
+        mine = torch.stack([as_scalar(number, self.device) for number in numbers])
+        everyone = [mine] * self.mesh.world_size
+        if len(everyone) > 1:
+            dist.all_gather(everyone := [torch.empty_like(mine) for _ in everyone], mine)
+        return torch.stack(everyone).tolist()
 
     def ranks(self, over: str = DATA) -> Any:
         return self.meeting.ranks(over)
