@@ -136,7 +136,14 @@ entry(
 )
 entry(
     e.RanksApart(1, "forward_backward of 'alice'", ["clip_grad_and_step of 'bob'"]),
-    way="Let all ranks run one script, and none leave out a call because it has no rows.",
+    e.RanksApart.calls(["save of the base model", *["forward_backward of the base model"] * 3]),
+    why="Ranks tell one another what they call where they meet. The verbs that are named are those in which they are now.",
+    way="Let all ranks run one script, and none leave out a call because it has no rows, or because it is not the first rank.",
+)
+entry(
+    e.RankLeft("save of the base model", "Connection closed by peer [127.0.0.1]:37142"),
+    why="A process that ends closes its connections; what follows is what torch says of that. Or the group's timeout passed.",
+    way="Mend the first error, and start all ranks anew.",
 )
 entry(e.AlreadyInitialized({"mode": "local", "seed": 1}, {"mode": "local", "seed": 2}))
 entry(e.NotInitialized("TransformersModel", "actor"))
@@ -349,7 +356,7 @@ entry(
 entry(e.BadScheduler("StepLR", "it was made for another optimizer; give its class, with its arguments"))
 entry(e.NoForward("backward", "default"))
 entry(e.NotInForward("AcmeLoss", ["entropies"], "default"))
-entry(e.NoTemplate("default"))
+entry(e.NoTemplate("default"), e.NoTemplate.of_completions("default"))
 entry(e.EmptyBatch(), e.EmptyBatch(4))
 entry(
     e.BadInputs("no field of the batch is a tensor; it has input_ids, labels"),

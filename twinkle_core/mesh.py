@@ -133,6 +133,13 @@ class DeviceMesh:
         place = self.coordinates()
         return (place["dp"] * self.sizes["fsdp"] + place["fsdp"]) // self.ulysses_size
 
+    @property
+    def leads(self) -> bool:
+        """Whether this process is the first of those that get its share of the rows."""
+        place = self.coordinates()
+        part = (place["dp"] * self.sizes["fsdp"] + place["fsdp"]) % self.ulysses_size
+        return not part and not any(at for name, at in place.items() if name not in ("dp", "fsdp"))
+
     def to_torch(self) -> TorchDeviceMesh:
         """A torch DeviceMesh with the dimensions of size over 1 (all of size 1: ``dp``). Needs an initialised process group."""
         import torch

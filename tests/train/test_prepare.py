@@ -165,8 +165,9 @@ class TwoRanks(ToyEngine):
 
     peer = 0
 
-    def gather_objects(self, obj, over="dp"):
-        return [obj, self.peer]
+    def gather_numbers(self, numbers):
+        call, number, failed = map(float, numbers)
+        return [[call, number, failed], [call, float(self.peer), 0.0]]
 
 
 @pytest.mark.parametrize(("lengths", "batches"), [([], 2), ([3], 2)])

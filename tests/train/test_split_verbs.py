@@ -463,7 +463,9 @@ def test_generate_needs_a_template_and_decodes_with_it():
             return {"role": "assistant", "content": text}
 
     model = session_model(TinyLM(), Echo)
-    with pytest.raises(NoTemplate):
+    with pytest.raises(
+        NoTemplate, match=r"generate\(\) gives texts(?s:.*)or take rows of ids: generate\(\.\.\., return_rows=True"
+    ):
         model.generate([{"input_ids": [1]}])
     model.set_template(Letters)
     conversation = {"messages": [{"role": "user", "content": "abc"}]}

@@ -191,7 +191,7 @@ def _stopped(current: Run, interrupts: Interrupts) -> bool:
     if current.plan.ranks is None:
         return received
     engine: Engine = current.model.engine  # type: ignore[attr-defined]  # models of several processes have one
-    return any(engine.gather_objects(received, "world"))
+    return any(told for (told,) in engine.gather_numbers([float(received)]))
 
 
 def _listeners(current: Run, bar: bool) -> tuple[Any, ...]:

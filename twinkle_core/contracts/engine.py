@@ -59,6 +59,8 @@ class Engine(ABC):
     collective: bool = False
     #: whether what ``loss_fn`` raises on one rank ends ``run_schedule`` on all, some of which may have gone back already
     fails_together: bool = False
+    #: whether ranks must run the model together, the same number of times
+    in_step: bool = False
 
     @abstractmethod
     def prepare(
@@ -198,6 +200,11 @@ class Engine(ABC):
     def gather_objects(self, obj: Any, over: str = "dp") -> list[Any]:
         """The objects of the ranks of ``dp`` or ``world``, in rank order. Default: one rank."""
         return [obj]
+
+    def gather_numbers(self, numbers: Sequence[float | torch.Tensor]) -> list[list[float]]:
+        """The numbers (0-d tensors too) of all ranks of the mesh, in rank order; as many on each. Each verb in which ranks meet
+        begins with it. Default: by ``gather_objects``."""
+        return self.gather_objects([float(number) for number in numbers], "world")
 
     def ranks(self, over: str = "dp") -> Any:
         """The ranks of a mesh dimension as losses gather over them: a ``twinkle_core.ops.gather.Ranks``. Default, and for None:

@@ -76,6 +76,7 @@ from twinkle_core.errors.meshes import BadMesh as BadMesh
 from twinkle_core.errors.meshes import FailedElsewhere as FailedElsewhere
 from twinkle_core.errors.meshes import NotInitialized as NotInitialized
 from twinkle_core.errors.meshes import RankFailed as RankFailed
+from twinkle_core.errors.meshes import RankLeft as RankLeft
 from twinkle_core.errors.meshes import RanksApart as RanksApart
 from twinkle_core.errors.names import AlreadyBuilt as AlreadyBuilt
 from twinkle_core.errors.names import Ambiguous as Ambiguous

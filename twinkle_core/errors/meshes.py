@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from twinkle_core.errors.base import TwinkleError
 
@@ -64,6 +64,32 @@ class RanksApart(TwinkleError, RuntimeError):
             f"rank 0 is at {told}, and rank {rank} waits{late} with {here}.\n"
             f"    every rank makes the same calls, each thread its own in the same order; "
             f"a rank without rows of a tenant gives [] for it"
+        )
+
+    @classmethod
+    def calls(cls, calls: Sequence[str]) -> RanksApart:
+        """In what each rank is, by its number."""
+        ranks: dict[str, list[str]] = {}
+        for rank, call in enumerate(calls):
+            ranks.setdefault(call, []).append(str(rank))
+        where = [f"rank{'s' * (len(at) > 1)} {', '.join(at)} in {call}" for call, at in ranks.items()]
+        error = cls.__new__(cls)
+        TwinkleError.__init__(
+            error,
+            f"ranks make different calls, and would wait for each other in vain: {'; '.join(where)}.\n"
+            f"    all ranks make the calls in which they meet, in one order and as many: take them out of `if rank == 0:` "
+            f"(save writes once all the same)",
+        )
+        return error
+
+
+class RankLeft(TwinkleError, RuntimeError):
+    """A rank that others wait for has ended, or doesn't come in time."""
+
+    def __init__(self, call: str, why: str) -> None:
+        super().__init__(
+            f"{call} waits for all ranks, and one has ended or does not come: {why}\n"
+            f"    look for the first error of the other ranks; or one has left its loop earlier, or leaves this call out"
         )
 
 

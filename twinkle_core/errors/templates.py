@@ -172,7 +172,18 @@ class NoLabels(TemplateError):
 
 
 class BadRow(TwinkleError, ValueError):
-    """An encoded row that can't be collated."""
+    """An encoded row that can't be collated. ``row``: its number, where it is one row's fault."""
+
+    def __init__(self, text: str, row: int | None = None) -> None:
+        super().__init__(text if row is None else f"row {row}{text}")
+        self.text, self.row = text, row
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.text, self.row)
+
+    def moved(self, by: int) -> BadRow:
+        """The same of a row that has so many others before it."""
+        return self if self.row is None else type(self)(self.text, self.row + by)
 
     @classmethod
     def no_rows(cls) -> BadRow:
@@ -180,21 +191,21 @@ class BadRow(TwinkleError, ValueError):
 
     @classmethod
     def kind(cls, row: int, value: object) -> BadRow:
-        return cls(f"row {row} is a {type(value).__name__}, not a mapping with 'input_ids'.")
+        return cls(f" is a {type(value).__name__}, not a mapping with 'input_ids'.", row)
 
     @classmethod
     def missing(cls, row: int, field: str, has: Iterable[str]) -> BadRow:
         keys = list(has)
         raw = " It is a conversation that no template has encoded: call set_template first." if "messages" in keys else ""
-        return cls(f"row {row} has no {field!r}; it has {', '.join(map(repr, keys)) or 'nothing'}.{raw}")
+        return cls(f" has no {field!r}; it has {', '.join(map(repr, keys)) or 'nothing'}.{raw}", row)
 
     @classmethod
     def field(cls, row: int, field: str, way: str) -> BadRow:
-        return cls(f"row {row}: {field!r} {way}.")
+        return cls(f": {field!r} {way}.", row)
 
     @classmethod
     def length(cls, row: int, field: str, length: int, tokens: int) -> BadRow:
-        return cls(f"row {row}: {field!r} has {length} values, 'input_ids' has {tokens}; one value a token is needed.")
+        return cls(f": {field!r} has {length} values, 'input_ids' has {tokens}; one value a token is needed.", row)
 
     @classmethod
     def argument(cls, name: str, value: object, way: str) -> BadRow:

@@ -126,6 +126,17 @@ class NoTemplate(TwinkleError, ValueError):
             f"    call set_template(...) first, or give encoded rows ('input_ids', 'labels')"
         )
 
+    @classmethod
+    def of_completions(cls, adapter: str) -> NoTemplate:
+        """Texts were asked for, and there are ids."""
+        error = cls.__new__(cls)
+        TwinkleError.__init__(
+            error,
+            f"generate() gives texts, and {whose(adapter)} has no template to decode them with.\n"
+            f"    call set_template(...) first, or take rows of ids: generate(..., return_rows=True)",
+        )
+        return error
+
 
 class EmptyBatch(TwinkleError, ValueError):
     """Nothing to compute on."""

@@ -31,7 +31,8 @@ class Context:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call, as one worker gets it. ``collect``: a declared way, or ``each``; ``wanted``: whether its answer is read."""
+    """One call, as one worker gets it. ``collect``: a declared way, or ``each``; ``wanted``: whether its answer is read;
+    ``first``: the number of its first row among those of the caller."""
 
     method: Method
     args: tuple[Any, ...]
@@ -39,6 +40,7 @@ class Call:
     contexts: tuple[Context, ...] = ()
     collect: str = "each"
     wanted: bool = True
+    first: int = 0
 
 
 @dataclass(slots=True)

@@ -17,8 +17,10 @@ from twinkle_core.runtime import collect, cut
 from twinkle_core.runtime.calls import END, Answer, Call, Context, Held, Itself, Method
 from twinkle_core.runtime.dispatch import RemoteSpec, declared
 
-#: arguments of a call for each worker, which workers' answers count, and the rows of each of these
-Parts = tuple[list[tuple[tuple[Any, ...], dict[str, Any]]], list[int], list[int] | None]
+#: arguments of a call for one worker, and the number of its first row
+Part = tuple[tuple[Any, ...], dict[str, Any], int]
+#: those of each worker, which workers' answers count, and the rows of each of these
+Parts = tuple[list[Part], list[int], list[int] | None]
 
 
 class Home(ABC):
@@ -76,9 +78,9 @@ class Home(ABC):
             counting = counting[:1]
         made: dict[tuple[int, int, bool], Call] = {}  # one object for all workers that get the same: it is packed once
         calls: list[Call] = []
-        for worker, (own, named) in enumerate(parts):
+        for worker, (own, named, first) in enumerate(parts):
             wanted = worker in counting
-            call = Call(method, own, named, self._inside.get(), how, wanted)
+            call = Call(method, own, named, self._inside.get(), how, wanted, first)
             calls.append(made.setdefault((id(own), id(named), wanted), call))
         answers = self.send(calls)
         for name, arguments in answers[0].events:
@@ -111,19 +113,19 @@ class Home(ABC):
     def _divide(self, method: Method, spec: RemoteSpec, args: tuple[Any, ...], kwargs: dict[str, Any], rows: str) -> Parts:
         workers = list(range(len(self.shares)))
         if spec.execute == "first":
-            return [(args, kwargs)], [0], None
+            return [(args, kwargs, 0)], [0], None
         if callable(spec.dispatch):
             made = spec.dispatch(len(workers), args, kwargs)
             fits = isinstance(made, list) and len(made) == len(workers) and all(len(part) == 2 for part in made)
             if not fits:
                 raise BadDispatch(method.shown, repr(made), len(workers))
-            return [(tuple(own), dict(named)) for own, named in made], workers, None
+            return [(tuple(own), dict(named), 0) for own, named in made], workers, None
         counting = self.leads if spec.dispatch == "slice_dp" or spec.collect == "loss" else workers
         if spec.dispatch == "along" and (args or kwargs) and len(self.leads) > 1:
             return self._along(args, kwargs), counting, None
         given = bool(args) or rows in kwargs
         if spec.dispatch in ("all", "along") or not given:
-            return [(args, kwargs)] * len(workers), counting, None
+            return [(args, kwargs, 0)] * len(workers), counting, None
         places = workers if spec.dispatch == "slice" else self.shares
         first = args[0] if args else kwargs[rows]
         asks = spec.dispatch == "slice_dp" and not method.path
@@ -137,14 +139,14 @@ class Home(ABC):
         beside: Callable[[Any], list[Any]] = how.beside if spec.cut_beside else lambda value: [value] * len(mine)
         others = [beside(value) for value in args[1:]]
         named = {key: beside(value) for key, value in kwargs.items() if args or key != rows}
-        parts: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+        parts: list[Part] = []
         for place in places:
             own = {key: value[place] for key, value in named.items()}
             head = (mine[place], *(value[place] for value in others)) if args else ()
-            parts.append((head, own if args else {rows: mine[place], **own}))
+            parts.append((head, own if args else {rows: mine[place], **own}, how.ranges[place].start))
         return parts, counting, [len(how.ranges[places[worker]]) for worker in counting]
 
-    def _along(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+    def _along(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Part]:
         """Arguments divided as the rows of a forward were that are as many."""
         known = list(self._cuts.get(self._grouping(kwargs)[0], {}).values())
 
@@ -157,7 +159,8 @@ class Home(ABC):
 
         own, named = [parts(value) for value in args], {key: parts(value) for key, value in kwargs.items()}
         return [
-            (tuple(value[share] for value in own), {key: value[share] for key, value in named.items()}) for share in self.shares
+            (tuple(value[share] for value in own), {key: value[share] for key, value in named.items()}, 0)
+            for share in self.shares
         ]
 
     def _grouping(self, kwargs: Mapping[str, Any]) -> tuple[str, cut.Grouping | None, bool]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from twinkle_core import plugins
 from twinkle_core.contracts.model import TwinkleModel
-from twinkle_core.errors import WorkerFailed
+from twinkle_core.errors import BadRow, WorkerFailed
 from twinkle_core.hookspecs import hookimpl
 from twinkle_core.isolation import Attempt, attempt, describe
 from twinkle_core.runtime.calls import END, Answer, Call, Held, Itself, Method
@@ -72,7 +72,9 @@ class Server:
 
     def call(self, unpack: Callable[[], Call]) -> Answer:
         """Call a method."""
-        return self._answer(attempt(lambda: self._value(unpack())))
+        got = attempt(unpack)
+        call = got.value
+        return self._answer(got) if call is None else self._answer(attempt(lambda: self._value(call)), call.first)
 
     def next(self, number: int) -> Answer:
         """The next item of an iterator, or END."""
@@ -105,11 +107,13 @@ class Server:
     def _bound(self, method: Method) -> Any:
         return getattr(self.object(method.key, method.path), method.name)
 
-    def _answer(self, got: Attempt[Any]) -> Answer:
+    def _answer(self, got: Attempt[Any], first: int = 0) -> Answer:
         events = self._noted.taken() if self._noted is not None else []
         if got.error is None:
             return Answer(got.value, events)
         error, trace = got.error, _trace(got.error)
+        if isinstance(error, BadRow) and first:
+            error = error.moved(first)
         sent = attempt(lambda: self._check(error))
         if sent.error is not None or not isinstance(error, Exception):  # one that ends a process is meant for that alone
             error = WorkerFailed(describe(error), sent.why or "it is no Exception")

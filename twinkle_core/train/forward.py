@@ -19,6 +19,7 @@ from twinkle_core.train.generation import GenerateVerb
 from twinkle_core.train.running import Running
 from twinkle_core.train.session import Pending
 from twinkle_core.train.sessions import one_at_a_time
+from twinkle_core.train.together import until_met
 from twinkle_core.types import LossOutput, ModelOutput
 
 
@@ -47,17 +48,18 @@ class ForwardVerbs(Running, GenerateVerb):
         Raises:
             Unsupported: the backend cannot split a step. EmptyBatch, NoTemplate, BadInputs, BadArgument.
         """
-        limits.check_temperature(temperature)
-        session = self._session(adapter_name)
-        self._must_split("forward")
-        loss = self._loss(session)
-        rows = self._encode(session, inputs)
-        labelled = losses.has_labels(rows)
-        asked, metrics = losses.of_task(loss, task), session.metrics[True]
-        aux = self.engine.aux_loss_coef != 0
-        needs = losses.engine_needs(asked, metrics, task=task, logits=return_logits, labelled=labelled, aux=aux)
-        task = losses.task_of(task, needs)
-        (batch,) = self.engine.prepare(self._resolved(session, grouped=labelled or task != losses.EMBEDDING), rows)
+        with until_met(self.engine):
+            limits.check_temperature(temperature)
+            session = self._session(adapter_name)
+            self._must_split("forward")
+            loss = self._loss(session)
+            rows = self._encode(session, inputs)
+            labelled = losses.has_labels(rows)
+            asked, metrics = losses.of_task(loss, task), session.metrics[True]
+            aux = self.engine.aux_loss_coef != 0
+            needs = losses.engine_needs(asked, metrics, task=task, logits=return_logits, labelled=labelled, aux=aux)
+            task = losses.task_of(task, needs)
+            (batch,) = self.engine.prepare(self._resolved(session, grouped=labelled or task != losses.EMBEDDING), rows)
         active = self._active(session)
         with self.adapters.activate(active):
             output = self.engine.forward(batch, needs, train=True, temperature=temperature, task=task)
@@ -94,22 +96,23 @@ class ForwardVerbs(Running, GenerateVerb):
         Raises:
             EmptyBatch, NoTemplate, BadInputs, BadArgument; with ``loss_args`` also WrongArgument and LabelsMissing.
         """
-        limits.check_temperature(temperature)
-        session = self._session(adapter_name)
-        loss = self._loss(session)
-        if loss_args:
-            losses.check_args(loss, loss_args)
-        rows = self._encode(session, inputs, loss_args)
-        if loss_args:
-            losses.check_labels(loss, rows)
-        labelled = losses.has_labels(rows)
-        active = self._active(session, disable_lora)
-        metrics = [] if active != session.name else [m for m in session.metrics[False] if labelled or not m.needs]
-        asked = losses.of_task(loss, task)
-        needs = losses.engine_needs(asked, metrics, task=task, logits=return_logits, labelled=labelled)
-        task = losses.task_of(task, needs)
-        view = self._resolved(session, grouped=labelled or task != losses.EMBEDDING)
-        batches = self.engine.prepare(view, rows, micro_batch_size=micro_batch_size, loss_args=loss_args)
+        with until_met(self.engine):
+            limits.check_temperature(temperature)
+            session = self._session(adapter_name)
+            loss = self._loss(session)
+            if loss_args:
+                losses.check_args(loss, loss_args)
+            rows = self._encode(session, inputs, loss_args)
+            if loss_args:
+                losses.check_labels(loss, rows)
+            labelled = losses.has_labels(rows)
+            active = self._active(session, disable_lora)
+            metrics = [] if active != session.name else [m for m in session.metrics[False] if labelled or not m.needs]
+            asked = losses.of_task(loss, task)
+            needs = losses.engine_needs(asked, metrics, task=task, logits=return_logits, labelled=labelled)
+            task = losses.task_of(task, needs)
+            view = self._resolved(session, grouped=labelled or task != losses.EMBEDDING)
+            batches = self.engine.prepare(view, rows, micro_batch_size=micro_batch_size, loss_args=loss_args)
         whole = asked is not None and (bool(loss_args) or losses.complete_without_args(loss))
         wants_loss = whole and any("loss" in m.needs for m in metrics)
         parts: list[tuple[Mapping[str, Any], ModelOutput]] = []
@@ -145,9 +148,10 @@ class ForwardVerbs(Running, GenerateVerb):
             NoForward, NotInForward, LabelsMissing, WrongArgument.
         """
         session = self._session(adapter_name)
-        waiting = session.pending.get(True) or session.pending.get(False)
-        if not waiting:
-            raise NoForward("calculate_loss", session.name)
+        with until_met(self.engine, self.engine.in_step):
+            waiting = session.pending.get(True) or session.pending.get(False)
+            if not waiting:
+                raise NoForward("calculate_loss", session.name)
         self._losses_of(session, waiting, loss_args)
         total = weight = 0.0
         for part in waiting:
@@ -164,16 +168,17 @@ class ForwardVerbs(Running, GenerateVerb):
             NoForward: there is none, or its backward is done. LoraDisabled: it was one of the base model. NotInForward,
             WindowNotStepped, NoTrainableParameters, NotInOptimizer, BadLossResult.
         """
-        session = self._session(adapter_name)
-        self._must_split("backward")
-        waiting = session.pending.get(True)
-        if not waiting:
-            raise NoForward("backward", session.name)
-        (part,) = waiting
-        if part.active != session.name:
-            raise LoraDisabled("backward", session.name)
-        session.window.check_backward()
-        self._check_trained(session)
+        with until_met(self.engine, self.engine.in_step):
+            session = self._session(adapter_name)
+            self._must_split("backward")
+            waiting = session.pending.get(True)
+            if not waiting:
+                raise NoForward("backward", session.name)
+            (part,) = waiting
+            if part.active != session.name:
+                raise LoraDisabled("backward", session.name)
+            session.window.check_backward()
+            self._check_trained(session)
         self._losses_of(session, waiting, {})
         assert part.loss is not None
         with self.adapters.activate(session.name):

@@ -12,6 +12,7 @@ from twinkle_core.errors import EmptyBatch, NoTemplate, Unsupported
 from twinkle_core.train import micro
 from twinkle_core.train.prepare import completed, count_rows, dummy_row
 from twinkle_core.train.sessions import Sessions, one_at_a_time
+from twinkle_core.train.together import until_met
 
 
 class GenerateVerb(Sessions):
@@ -43,21 +44,22 @@ class GenerateVerb(Sessions):
         Raises:
             Unsupported: the backend does not generate. NoTemplate: there is none to encode or decode with.
         """
-        session = self._session(adapter_name)
-        if GENERATE not in self.engine.capabilities:
-            raise Unsupported("generate", type(self.engine).__name__, "a sampler")
-        template = self._or_base(session, "template")
-        if template is None and not return_rows:
-            raise NoTemplate(session.name)
-        if return_rows:
-            kwargs = {"keep_end": True, **kwargs}
-        arguments.check(self.engine.generate, kwargs, f"{type(self.engine).__name__}.generate", positional=1)
-        prompts = self._encode(session, inputs, add_generation_prompt=True)
-        if isinstance(prompts, Mapping):
-            prompts = [micro.cut_batch(prompts, range(i, i + 1)) for i in range(count_rows(prompts))]
-        count = len(prompts)
-        if not count and self.engine.mesh.data_world_size == 1:
-            raise EmptyBatch
+        with until_met(self.engine, self.engine.in_step):
+            session = self._session(adapter_name)
+            if GENERATE not in self.engine.capabilities:
+                raise Unsupported("generate", type(self.engine).__name__, "a sampler")
+            template = self._or_base(session, "template")
+            if template is None and not return_rows:
+                raise NoTemplate.of_completions(session.name)
+            if return_rows:
+                kwargs = {"keep_end": True, **kwargs}
+            arguments.check(self.engine.generate, kwargs, f"{type(self.engine).__name__}.generate", positional=1)
+            prompts = self._encode(session, inputs, add_generation_prompt=True)
+            if isinstance(prompts, Mapping):
+                prompts = [micro.cut_batch(prompts, range(i, i + 1)) for i in range(count_rows(prompts))]
+            count = len(prompts)
+            if not count and self.engine.mesh.data_world_size == 1:
+                raise EmptyBatch
         with self.adapters.activate(self._active(session, disable_lora)):
             made = self.engine.generate(prompts or [dummy_row()], **kwargs)[:count]  # a rank without rows takes part
         if return_rows:

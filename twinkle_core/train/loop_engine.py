@@ -16,6 +16,7 @@ from twinkle_core.mesh import DeviceMesh
 from twinkle_core.ops.sharded import local
 from twinkle_core.train import optim, prepare
 from twinkle_core.train.session import Session
+from twinkle_core.train.together import meet
 from twinkle_core.types import InputFeature
 
 
@@ -88,20 +89,19 @@ class LoopEngine(Engine):
         loss_args: Mapping[str, Any] | None = None,
     ) -> list[Batch]:
         assert session.processor is not None  # core resolves what falls back to the base before it calls an engine
-        agreed = self.most(len(prepare.cuts(rows, session.loss, micro_batch_size)))
-        return prepare.prepare(
+        made = prepare.prepare(
             rows,
             device=self.device,
             processor=session.processor,
             loss=session.loss,
             micro_batch_size=micro_batch_size,
             loss_args=loss_args,
-            at_least=agreed,
-        )
+        )  # before ranks meet: rows that can't be used are told there
+        return prepare.fill(made, self.most(len(made)), rows, session.processor, self.device)
 
     def most(self, count: int) -> int:
-        """How many micro-batches each data rank makes, where this one has rows for ``count``: as many as the one with most."""
-        return int(max(self.gather_objects(count)))
+        """How many micro-batches each data rank makes, where this one has ``count``: as the one with most. Ranks meet."""
+        return int(max(meet(self, count)))
 
     def run_schedule(
         self,

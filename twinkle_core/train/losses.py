@@ -23,6 +23,7 @@ from twinkle_core.errors import (
     ReservedArgument,
     TwinkleError,
 )
+from twinkle_core.log import get_logger
 from twinkle_core.names import closest
 from twinkle_core.train import normalise
 from twinkle_core.train.limits import is_number
@@ -38,6 +39,11 @@ NEEDED = frozenset(ModelOutput.KEYS) - OF_CORE - {"output_layer"}
 READABLE = NEEDED | {"labels", "output_layer"}
 #: tasks: what a model is asked for when nothing else is said, and what ``embeddings`` imply
 CAUSAL_LM, EMBEDDING = "causal_lm", "embedding"
+#: what is told once of a function that returns a bare number on one of several ranks
+ONE_EACH = (
+    "%s returns a mean, so each rank counts alike, however many labelled tokens it has: the update is not that of one process "
+    "on the same rows. Return LossOutput(sum, weight), or LossOutput(mean, 1) to have it so without this warning"
+)
 #: the needs of a function that declares none
 BY_DEFAULT = frozenset({"logits"})
 
@@ -52,6 +58,7 @@ class FunctionLoss(Loss):
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
+        self.means = self.warned = False  # whether it has returned a bare number, and that was told
         needs = getattr(function, "needs", BY_DEFAULT)
         self.needs = frozenset(needs) if isinstance(needs, (list, tuple)) else needs  # type: ignore[misc]
         self.scope = getattr(function, "scope", "batch")  # type: ignore[misc]
@@ -66,6 +73,7 @@ class FunctionLoss(Loss):
     def __call__(self, inputs: InputFeature, outputs: ModelOutput, **loss_args: Any) -> LossOutput:
         result = self.function(inputs, outputs, **loss_args)
         if isinstance(result, torch.Tensor) and result.dim() == 0:
+            self.means = True
             return LossOutput(result, 1.0)
         return result  # type: ignore[no-any-return]  # checked where it is called
 
@@ -251,6 +259,9 @@ def call(
             plain = type(loss) is FunctionLoss
             raise NotDeclared(name_of(loss), missing, read, loss.needs, error, plain=plain) from error
         raise
+    if ranks is not None and type(loss) is FunctionLoss and loss.means and not loss.warned:
+        loss.warned = True
+        get_logger().warning(ONE_EACH, name_of(loss))
     if not isinstance(result, LossOutput):  # a Loss of a third party may return anything
         what = f"a tensor {list(result.shape)}" if isinstance(result, torch.Tensor) else type(result).__name__
         raise BadLossResult(name_of(loss), what)

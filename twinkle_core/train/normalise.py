@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from twinkle_core.errors import BadLossWeight
+from twinkle_core.train.together import meet
 
 if TYPE_CHECKING:
     from twinkle_core.contracts.engine import Engine
@@ -43,12 +44,12 @@ def mean_of(loss: LossOutput) -> torch.Tensor:
 
 
 def window_weight(engine: Engine, weight: Any) -> float:
-    """The weight of a window over all data ranks. Synchronises: once a window.
+    """The weight of a window over all data ranks. Ranks meet; synchronises: once a window.
 
     Raises:
-        BadLossWeight: it is negative or no number.
+        BadLossWeight: it is negative or no number. RanksApart, RankLeft.
     """
-    total = float(engine.all_reduce(as_scalar(weight, engine.device)))
+    total = sum(meet(engine, weight if engine.mesh.leads else 0.0))
     if not total >= 0 or total == float("inf"):
         raise BadLossWeight(total)
     return total

@@ -200,9 +200,8 @@ def prepare(
     loss: Loss | None = None,
     micro_batch_size: int | None = None,
     loss_args: Mapping[str, Any] | None = None,
-    at_least: int = 0,
 ) -> list[Batch]:
-    """Cut rows into micro-batches between groups, collate them, move them to the device.
+    """Cut rows into micro-batches between groups, collate them, move them to the device. No rows: no batches.
 
     Args:
         rows: encoded rows, or one collated batch (padded ``[B, T]``, or packed with ``seq_lens``), which is sliced.
@@ -210,14 +209,11 @@ def prepare(
         loss: whose groups must stay together.
         micro_batch_size: rows of a micro-batch at most (a larger group stays whole); None: all in one.
         loss_args: arguments of the loss; tensors, arrays and lists of the rows' length are cut alike.
-        at_least: micro-batches that all data ranks have agreed on; a rank that has fewer takes part with a row without labels.
 
     Raises:
-        EmptyBatch: no rows, and no other rank has any (``at_least`` is 0). BadInputs: see ``check_batch``.
+        BadInputs: see ``check_batch``.
     """
     count = count_rows(rows)
-    if count == 0 and at_least == 0:
-        raise EmptyBatch
     args = dict(loss_args or {})
     batches: list[Batch] = []
     lengths = _lengths(rows) if by_token(args) else None
@@ -233,7 +229,19 @@ def prepare(
     for cut, inputs in planned:
         fitted = args if lengths is None else fit_args(args, lengths, widest, cut, inputs, left=left)
         batches.append(Batch(to_device(inputs, device), cut, micro.cut_args(fitted, cut, count, device)))
-    like = None if isinstance(rows, Mapping) or not rows else rows[0]
-    for _ in range(len(batches), at_least):
-        batches.append(Batch(to_device(processor.collate([dummy_row(like)]), device), range(0), {}, dummy=True))
     return batches
+
+
+def fill(batches: Sequence[Batch], count: int, rows: Rows, processor: Processor, device: Any) -> list[Batch]:
+    """As many micro-batches as all data ranks have agreed on: a rank that has fewer takes part with a row without labels.
+
+    Raises:
+        EmptyBatch: no rank has rows.
+    """
+    if not count:
+        raise EmptyBatch
+    like = None if isinstance(rows, Mapping) or not rows else rows[0]
+    filled = list(batches)
+    while len(filled) < count:
+        filled.append(Batch(to_device(processor.collate([dummy_row(like)]), device), range(0), {}, dummy=True))
+    return filled

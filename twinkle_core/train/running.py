@@ -22,6 +22,7 @@ from twinkle_core.train.calls import Asked, Call, by_size, measure, read_by
 from twinkle_core.train.prepare import by_token, fit_args, width_of
 from twinkle_core.train.session import Pending, Session
 from twinkle_core.train.sessions import Sessions, one_at_a_time
+from twinkle_core.train.together import calling, until_met
 from twinkle_core.types import LossOutput, ModelOutput
 
 
@@ -35,7 +36,10 @@ class Running(Sessions):
     @one_at_a_time
     def _serve(self, asked: Asked) -> torch.Tensor:
         """One ``forward_backward``. A subclass may gather several first."""
-        return self._run(self._ready(asked))
+        with calling(self.engine, "forward_backward", asked.session.name):
+            with until_met(self.engine):
+                call = self._ready(asked)
+            return self._run(call)
 
     def _run(self, call: Call) -> torch.Tensor:
         """A call by itself."""

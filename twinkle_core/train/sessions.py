@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -20,11 +21,13 @@ from twinkle_core.errors import (
     LoraDisabled,
     NoTemplate,
     RowsChanged,
+    TwinkleError,
     UnknownAdapter,
     Unsupported,
     WhichAdapter,
 )
 from twinkle_core.runtime.dispatch import remote_function
+from twinkle_core.train import together
 from twinkle_core.train.micro import of_rows
 from twinkle_core.train.prepare import Rows, as_rows
 from twinkle_core.train.session import Session
@@ -42,12 +45,18 @@ _CHOSEN: ContextVar[tuple[tuple[int, str, bool], ...]] = ContextVar("twinkle_ada
 
 
 def one_at_a_time(verb: F) -> F:
-    """Hold the model's lock: threads that call at once never meet inside a verb, and are served in the order they came."""
+    """Hold the model's lock: threads that call at once never meet inside a verb, and are served in the order they came. Where
+    ranks meet in the verb, they tell its name and the adapter's."""
+    named_first = list(inspect.signature(verb).parameters)[1:2] == ["adapter_name"]
 
     @functools.wraps(verb)
     def locked(self: Any, *args: Any, **kwargs: Any) -> Any:
         with self._turn(verb, args, kwargs):
-            return verb(self, *args, **kwargs)
+            if self.engine.mesh.world_size == 1:
+                return verb(self, *args, **kwargs)
+            name = kwargs.get("adapter_name", args[0] if named_first and args else None)
+            with together.calling(self.engine, verb.__name__, self._meant(name)):
+                return verb(self, *args, **kwargs)
 
     return cast(F, locked)
 
@@ -115,6 +124,13 @@ class Sessions:
             live = [name for name in list(self.sessions) if name != BASE]
             raise UnknownAdapter(adapter_name, names.closest(adapter_name, live), live)
         return session
+
+    def _meant(self, adapter_name: str | None) -> str:
+        """The name of the session that a call means, or what was given in its place."""
+        try:
+            return self._session(adapter_name).name
+        except TwinkleError:
+            return str(adapter_name)
 
     def _disabled(self, session: Session) -> bool:
         """Whether the innermost ``adapter()`` context of this session says ``disable_lora``."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -28,6 +29,7 @@ from twinkle_core.log import get_logger
 from twinkle_core.train import base_values, checkpoint, folder, losses, optim, report, schedulers
 from twinkle_core.train.session import Session
 from twinkle_core.train.sessions import Sessions, one_at_a_time
+from twinkle_core.train.together import meet, until_met
 
 
 class SetupVerbs(Sessions):
@@ -177,9 +179,8 @@ class SetupVerbs(Sessions):
         if not isinstance(is_training, bool):
             raise BadArgument("is_training", is_training, "True (training) or False (evaluation)")
         session = self._session(adapter_name)
-        numbers: dict[str, float] = {}
-        for metric in session.metrics[is_training]:
-            states = self.engine.gather_objects(metric.state())
+        metrics, numbers = session.metrics[is_training], dict[str, float]()
+        for metric, states in zip(metrics, self._states_of(metrics), strict=True):
             metric.reset()
             for state in states:
                 metric.merge(state)
@@ -188,6 +189,14 @@ class SetupVerbs(Sessions):
         seen = MappingProxyType(dict(numbers))  # what a listener does to it is not the caller's, nor the other way round
         plugins.hooks().twinkle_metrics_logged(step=session.cur_step, metrics=seen, session=session, is_training=is_training)
         return numbers
+
+    def _states_of(self, metrics: Sequence[Metric]) -> Iterable[tuple[Any, ...]]:
+        """The states of each metric, on all data ranks. Ranks meet."""
+        with until_met(self.engine, bool(metrics)):
+            states = [metric.state() for metric in metrics]
+            if metrics:
+                meet(self.engine, about=f" with {', '.join(type(metric).__name__ for metric in metrics)}")
+        return zip(*self.engine.gather_objects(states), strict=True) if metrics else ()
 
     @one_at_a_time
     def apply_patch(self, patch_cls: Any, **kwargs: Any) -> None:
@@ -205,12 +214,13 @@ class SetupVerbs(Sessions):
         Raises:
             DuplicateAdapter: the live one is untouched. BadAdapter, BadWindowSize: nothing was made.
         """
-        if not isinstance(adapter_name, str) or not adapter_name:
-            raise BadAdapter(str(adapter_name), "a name is a text of at least one character ('' is the base model)")
-        if adapter_name in self.sessions:
-            raise DuplicateAdapter(adapter_name)
-        session = Session(adapter_name)
-        session.window.resize(gradient_accumulation_steps)
+        with until_met(self.engine):
+            if not isinstance(adapter_name, str) or not adapter_name:
+                raise BadAdapter(str(adapter_name), "a name is a text of at least one character ('' is the base model)")
+            if adapter_name in self.sessions:
+                raise DuplicateAdapter(adapter_name)
+            session = Session(adapter_name)
+            session.window.resize(gradient_accumulation_steps)
         self.adapters.acquire(adapter_name, config_or_dir)
         self.sessions[adapter_name] = session
         if isinstance(config_or_dir, (str, Path)) and (Path(config_or_dir) / folder.STATE_FILE).is_file():

@@ -14,7 +14,7 @@ from twinkle_core.errors import BadArgument, CheckpointMismatch, CheckpointNotRe
 from twinkle_core.train import base_values, checkpoint, folder, limits, restore, shards
 from twinkle_core.train.session import Session
 from twinkle_core.train.sessions import Sessions, one_at_a_time
-from twinkle_core.train.together import Failure, together
+from twinkle_core.train.together import Failure, meet, together, until_met
 
 #: where checkpoints go when nobody says
 OUTPUT_DIR = "output"
@@ -55,10 +55,15 @@ class StorageVerbs(Sessions):
             files beside its own; or the new one would lie inside another. WindowNotStepped: with ``save_optimizer`` between
             clip_grad_norm and step. CheckpointNotWritten: the disk refused, here or on another rank; what was there is whole.
         """
-        if consumed_train_samples is not None:
-            limits.check_count("consumed_train_samples", consumed_train_samples)
-        session = self._session(adapter_name)
-        path = folder.target(output_dir if output_dir is not None else OUTPUT_DIR, name)
+        with until_met(self.engine):
+            if consumed_train_samples is not None:
+                limits.check_count("consumed_train_samples", consumed_train_samples)
+            session = self._session(adapter_name)
+            path = folder.target(output_dir if output_dir is not None else OUTPUT_DIR, name)
+            meet(
+                self.engine,
+                about=f" as '{path}', {'with' if save_optimizer else 'without'} its optimizer" + ", sharded" * sharded,
+            )
         parts = checkpoint.gather(self, session, resumable=save_optimizer, sharded=sharded)
         consumed = session.consumed_train_samples if consumed_train_samples is None else consumed_train_samples
         first = self.engine.mesh.world_size == 1 or self.engine.mesh.rank == 0
@@ -87,8 +92,9 @@ class StorageVerbs(Sessions):
             another rank): nothing was changed. (An adapter that was trained on another base model of the same shapes is
             loaded, and a warning tells of it.)
         """
-        session = self._session(adapter_name)
-        path = folder.target(output_dir if output_dir is not None else OUTPUT_DIR, name)
+        with until_met(self.engine):
+            session = self._session(adapter_name)
+            path = folder.target(output_dir if output_dir is not None else OUTPUT_DIR, name)
         with together(self.engine, _not_read(path)):
             state = checkpoint.read_state(path)
             if state is not None:
@@ -128,10 +134,11 @@ class StorageVerbs(Sessions):
             CheckpointNotFound, CheckpointDamaged, CheckpointMismatch: the text names the file; CheckpointNotRead: one of these
             on another rank. Nothing was changed.
         """
-        session = self._session(adapter_name)
-        if not isinstance(checkpoint_dir, (str, Path)):
-            raise BadArgument("checkpoint_dir", checkpoint_dir, "the path of a folder")
-        path = Path(checkpoint_dir)
+        with until_met(self.engine):
+            session = self._session(adapter_name)
+            if not isinstance(checkpoint_dir, (str, Path)):
+                raise BadArgument("checkpoint_dir", checkpoint_dir, "the path of a folder")
+            path = Path(checkpoint_dir)
         with together(self.engine, _not_read(path)):
             state = checkpoint.inspect(path, resume_only_model=resume_only_model, hashes=True)
             checkpoint.check_owner(state, session, path)

@@ -1,14 +1,119 @@
-"""Ranks that do something together, of which each can fail alone (L2)."""
+"""Ranks that do something together, of which each can fail alone, or be somewhere else (L2).
+
+Ranks meet in a verb at its first message to one another, and tell which verb it is. So ranks whose programs have come apart all
+say so, where else each would take the other's message for its own, or wait.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import time
+import zlib
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
 
 from twinkle_core.contracts.engine import Engine
+from twinkle_core.errors import FailedElsewhere, RankLeft, RanksApart, TwinkleError
+from twinkle_core.errors.adapters import whose
+from twinkle_core.isolation import describe
 
 #: what a rank raises of another one: of its number and of what it said
 Failure = Callable[[int, str], Exception]
+
+
+@dataclass(slots=True)
+class Calling:
+    """A verb that runs on this rank. ``met``: ranks have met in it."""
+
+    engine: Engine
+    words: str
+    met: bool = False
+
+
+#: the innermost verb of this thread
+_CALLING: ContextVar[Calling | None] = ContextVar("twinkle_calling", default=None)
+
+
+@contextlib.contextmanager
+def calling(engine: Engine, verb: str, adapter: str) -> Iterator[None]:
+    """Inside, ranks that meet are in this verb of this adapter."""
+    token = _CALLING.set(Calling(engine, f"{verb} of {whose(adapter)}"))
+    try:
+        yield
+    finally:
+        _CALLING.reset(token)
+
+
+def _now(engine: Engine) -> Calling:
+    found = _CALLING.get()
+    return found if found is not None and found.engine is engine else Calling(engine, "something that is no verb")
+
+
+def meet(
+    engine: Engine, number: Any = 0.0, *, about: str = "", why: str | None = None, failure: Failure | None = None
+) -> list[float]:
+    """All ranks of the mesh are here, in the same verb. One message of three numbers.
+
+    Args:
+        number: a number or 0-d tensor.
+        about: what else must be the same on all ranks, in words.
+        why: this rank can't go on, and all others raise ``failure`` of it.
+
+    Returns:
+        The numbers of all ranks, in order.
+
+    Raises:
+        RanksApart: they are in different verbs, or ``about`` differs. RankLeft: one is gone. ``failure`` (by default
+        FailedElsewhere) of the first rank that can't go on, also on that rank itself.
+    """
+    now = _now(engine)
+    code = zlib.crc32(f"{now.words}\0{about}".encode())
+    try:
+        told = engine.gather_numbers([float(code), number, float(why is not None)])
+        now.met = True
+        if all(theirs == told[0][0] and not failed for theirs, _, failed in told):
+            return [each for _, each, _ in told]
+        words = engine.gather_objects((now.words, about, why), "world")
+    except RuntimeError as error:  # what torch raises where a peer is gone, or late
+        raise RankLeft(now.words, str(error)) from error
+    if len({verb for verb, _, _ in words}) > 1:
+        raise RanksApart.calls([verb for verb, _, _ in words])
+    for rank, (verb, _, other) in enumerate(words):
+        if other is not None:
+            raise failure(rank, other) if failure is not None else FailedElsewhere(verb, rank, other)
+    raise RanksApart.calls([verb + more for verb, more, _ in words])
+
+
+def _tell(engine: Engine, why: str) -> None:
+    """Tell other ranks why this one can't go on. What it raises is its own error, whatever they do."""
+    with contextlib.suppress(TwinkleError):
+        meet(engine, why=why)
+
+
+@contextlib.contextmanager
+def until_met(engine: Engine, needed: bool = True) -> Iterator[None]:
+    """What a rank does by itself before ranks meet in a verb, inside or on leaving: where one fails, all fail.
+
+    Args:
+        needed: whether they meet at all.
+    """
+    if engine.mesh.world_size == 1 or not needed:
+        yield
+        return
+    now = _now(engine)
+    try:
+        yield
+    except Exception as error:
+        if not now.met:
+            _tell(engine, describe(error))
+        raise
+    if not now.met:
+        meet(engine)
 
 
 @contextlib.contextmanager
@@ -28,8 +133,33 @@ def together(engine: Engine, failure: Failure, *, always: bool = False) -> Itera
     try:
         yield
     except Exception as error:
-        engine.gather_objects(str(error) or type(error).__name__, "world")
+        _tell(engine, str(error) or type(error).__name__)
         raise
-    for rank, why in enumerate(engine.gather_objects(None, "world")):
-        if why is not None:
-            raise failure(rank, why)
+    meet(engine, failure=failure)
+
+
+def leave(patience: float = 2.0) -> None:
+    """Close the process group: to be called when a process ends, by ``atexit``.
+
+    Threads of gloo let go of the tensors of the last message by themselves, and need the interpreter for it. One that comes to
+    it when the interpreter has ended aborts the process, which has done all its work. So they are let through before.
+
+    Args:
+        patience: seconds that they are given at most.
+    """
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    until = time.monotonic() + patience
+    time.sleep(0.05)  # without the interpreter: who has waited for it may run now
+    while _gloo_runs() and time.monotonic() < until:
+        time.sleep(0.01)
+
+
+def _gloo_runs() -> bool:
+    """Whether a thread of gloo that handles messages is awake (Linux tells)."""
+    for stat in Path("/proc/self/task").glob("*/stat"):
+        with contextlib.suppress(OSError):
+            name, _, rest = stat.read_text().partition("(")[2].rpartition(")")
+            if name.startswith("pt_gloo") and rest.split()[0] != "S":
+                return True
+    return False

@@ -16,6 +16,7 @@ from twinkle_core.train import limits, normalise
 from twinkle_core.train.forward import ForwardVerbs
 from twinkle_core.train.session import Session
 from twinkle_core.train.sessions import one_at_a_time
+from twinkle_core.train.together import meet
 from twinkle_core.train.window import CLIP, LR, STEP, ZERO
 
 
@@ -130,8 +131,7 @@ class UpdateVerbs(ForwardVerbs):
         limits.check_clip(max_grad_norm, norm_type)
         session = self._closing("flush", adapter_name, None)
         window = session.window
-        held = float(self.engine.all_reduce(normalise.as_scalar(float(window.open), self.engine.device)))
-        if not held:
+        if not any(meet(self.engine, float(window.open))):
             return None
         if not window.open:
             window.reset()

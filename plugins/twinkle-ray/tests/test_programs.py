@@ -110,6 +110,59 @@ def test_ctrl_c_stops_after_the_step_with_a_checkpoint(tmp_path):
     assert checkpoint.inspect(last, hashes=True).cur_step >= 3
 
 
+def descendants(process):
+    """Processes that one has begun, and those that these have, by their command lines."""
+    parents, lines = {}, {}
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            try:
+                parents[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+                lines[int(folder.name)] = (folder / "cmdline").read_bytes().decode(errors="replace")
+            except OSError:
+                continue
+    found, new = {}, {process}
+    while new := {pid for pid, parent in parents.items() if parent in new}:
+        found |= {pid: lines[pid] for pid in new}
+    return found
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_killed_ends_the_run_and_resume_goes_on_as_if_it_had_not(tmp_path):
+    """Whenever it happens: the run says so within 30 seconds, the last checkpoint is whole, and losses are those of a run that
+    nothing broke off."""
+    given = {"mesh": {"dp_size": 2}, "optimizer": {"cls": "sgd", "lr": 0.05}, "scheduler": None}
+    plan = {"save_steps": 3}
+    process = start("-m", "twinkle", "train", config(tmp_path, "out", training={"max_steps": 5000, **plan}, **given, **RAY))
+    try:
+        deadline = time.monotonic() + 200
+        while not (tmp_path / "out/checkpoint-3").is_dir():
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+        os.kill(max(pid for pid, line in descendants(process.pid).items() if line.startswith("ray::Worker")), signal.SIGKILL)
+        killed = time.monotonic()
+        status, text = finish(process, 90)
+        spent = time.monotonic() - killed
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    assert status == 1 and "of group 'actor'" in text and " died during " in text, text
+    assert spent < 30
+    last = max((tmp_path / "out").glob("checkpoint-*"), key=lambda p: int(p.name.rpartition("-")[2]))
+    step = checkpoint.inspect(last, hashes=True).cur_step
+    assert step >= 3 and step % 3 == 0
+    until = {"max_steps": step + 4, **plan}
+    status, text = finish(start("-m", "twinkle", "train", config(tmp_path, "out", training=until, **given, **RAY), "--resume"))
+    assert status == 0 and f"after step {step}" in text, text
+    whole = {**given, "mesh": None}
+    status, text = finish(start("-m", "twinkle", "train", config(tmp_path, "whole", training=until, **whole)))
+    assert status == 0, text
+    lines = [(tmp_path / name / "metrics.jsonl").read_text().splitlines() for name in ("out", "whole")]
+    resumed, unbroken = ({row["step"]: row["loss"] for row in map(json.loads, each)} for each in lines)
+    steps = range(1, step + 5)
+    assert [resumed[n] for n in steps] == [pytest.approx(unbroken[n], rel=1e-4) for n in steps]
+
+
 @pytest.mark.slow
 def test_the_cookbook_resumes(tmp_path):
     write_tiny_llama(tmp_path / "model")

@@ -15,7 +15,7 @@ from twinkle_core import plugins
 from twinkle_core.contracts.model import TwinkleModel
 from twinkle_core.data.dataloader import DataLoader
 from twinkle_core.data.dataset import Dataset
-from twinkle_core.errors import EmptyBatch, UnknownAdapter, WhichAdapter
+from twinkle_core.errors import BadRow, EmptyBatch, UnknownAdapter, WhichAdapter
 from twinkle_core.hookspecs import hookimpl
 from twinkle_core.mesh import DeviceMesh
 from twinkle_core.testing.toys import contrast_rows, random_rows
@@ -128,6 +128,12 @@ def test_outputs_come_in_row_order(cluster, tiny):
     assert there.forward_only(rows[:1]).logps.shape == (1, 5)
     with pytest.raises(EmptyBatch):
         there.forward_backward([])
+    many = random_rows([5, 3, 6, 4, 7], vocabulary=250)  # three for the first worker, two for the second
+    bad = [*many[:4], {**many[4], "labels": many[4]["labels"][:-1]}]
+    with pytest.raises(BadRow, match=r"^row 4: 'labels' has 6 values") as caught:
+        there.forward_backward(bad)
+    assert caught.value.row == 4 and "raised by worker 1" in caught.value.__notes__[0]
+    assert float(there.forward_backward(many)) > 0, "all workers failed together, so they go on"
     prompts = [{"input_ids": row["input_ids"]} for row in rows]
     for few in (prompts, prompts[:1]):  # with one prompt a rank has none
         made = [model.generate(few, return_rows=True, max_new_tokens=4, do_sample=False) for model in (here, there)]

@@ -14,6 +14,7 @@ from twinkle_core.mesh import DeviceMesh
 from twinkle_core.ops.from_hidden import FROM_HIDDEN, from_hidden
 from twinkle_core.ops.gather import Ranks
 from twinkle_core.train.loop_engine import LoopEngine
+from twinkle_core.train.together import leave
 from twinkle_core.types import ModelOutput
 
 
@@ -31,7 +32,7 @@ class ToyEngine(LoopEngine):
             raise UnknownOption("device_mesh", self.mesh, None, ["a mesh of dp_size alone"])
         if self.mesh.world_size > 1 and not dist.is_initialized():
             dist.init_process_group("gloo")  # by torchrun's environment
-            atexit.register(_leave)
+            atexit.register(leave)
 
     def forward(
         self, batch: Batch, needs: frozenset[str], *, train: bool, temperature: float = 1.0, task: str = "causal_lm"
@@ -45,13 +46,14 @@ class ToyEngine(LoopEngine):
         return from_hidden(self.module(batch.inputs), self.module.output_layer, batch.inputs, needs, temperature)
 
     def all_reduce(self, x: torch.Tensor, over: str = "dp") -> torch.Tensor:
-        """Core sums the weight of a window with it: the one divisor of all ranks' gradients."""
+        """Here: sums gradients."""
         if self.mesh.world_size > 1:
             dist.all_reduce(x := x.clone())
         return x
 
     def gather_objects(self, obj: Any, over: str = "dp") -> list[Any]:
-        """Core merges the states of metrics with it, and agrees on the number of micro-batches."""
+        """Ranks meet with it in each verb: they tell what they call, how many micro-batches they have, what a window weighs;
+        core merges the states of metrics with it."""
         found = [obj] * self.mesh.world_size
         if len(found) > 1:
             dist.all_gather_object(found, obj)
@@ -72,9 +74,3 @@ class ToyEngine(LoopEngine):
             for p in (p for p, some in zip(parameters, anyone.tolist(), strict=True) if some):
                 p.grad = self.all_reduce(torch.zeros_like(p) if p.grad is None else p.grad)
         return super().finish_grads(optimizer, scale)
-
-
-def _leave() -> None:
-    """Threads of a process group that is left open can abort a process that has done its work."""
-    if dist.is_initialized():
-        dist.destroy_process_group()

@@ -12,7 +12,7 @@ import ray
 from ray import cloudpickle
 from ray.exceptions import NodeDiedError, OutOfMemoryError, RayActorError, RayError, RayTaskError, WorkerCrashedError
 
-from twinkle_core.errors import GroupEnded, WorkerDied
+from twinkle_core.errors import FailedElsewhere, GroupEnded, WorkerDied
 from twinkle_core.runtime.calls import Answer, Call, Held
 from twinkle_core.runtime.proxy import Home
 from twinkle_ray.worker import Place, here
@@ -113,7 +113,8 @@ class Group:
         return found
 
     def _failure(self, failed: dict[int, Answer], count: int, doing: str) -> BaseException:
-        rank, answer = min(failed.items())
+        own = {rank: answer for rank, answer in failed.items() if not isinstance(answer.error, FailedElsewhere)}
+        rank, answer = min((own or failed).items())  # the one whose fault it is, and not those who were told of it
         error = answer.error
         assert error is not None
         also = f" (and by {len(failed) - 1} more)" if len(failed) > 1 else ""

@@ -121,6 +121,7 @@ class TransformersEngine(MeshEngine):
         self._caches = caches(module)
         self._roads: dict[tuple[Any, ...], Any] = {}
         self._isolated: set[Any] = set()
+        self._packed = False  # whether rows that were prepared share a sequence
         self._own = list(module.parameters())  # the model's, without those of adapters, which are fp32 from the beginning
 
     # ------------------------------------------------------------------------------------------------ forward
@@ -147,12 +148,15 @@ class TransformersEngine(MeshEngine):
             fitted = Fitted(session.processor, lambda batch, first: self._fit(batch, loss, first))
             session = copy.copy(session)
             session.processor = fitted
-        return super().prepare(session, rows, micro_batch_size=micro_batch_size, loss_args=loss_args)
+        batches = super().prepare(session, rows, micro_batch_size=micro_batch_size, loss_args=loss_args)
+        if self._packed:  # ranks ask the model together: after they have met
+            self._packed = False
+            self._check_isolation()
+        return batches
 
     def _fit(self, batch: Mapping[str, Any], loss: Loss | None, first: int = 0) -> InputFeature:
         fitted = fit(self.module, batch, loss, first)
-        if packs(fitted):
-            self._check_isolation()
+        self._packed = self._packed or packs(fitted)
         return fitted
 
     def forward(

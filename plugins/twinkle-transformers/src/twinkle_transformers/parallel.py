@@ -28,6 +28,8 @@ from twinkle_core.ops.gather import Ranks
 from twinkle_core.ops.sharded import is_sharded, local
 from twinkle_core.runtime.local import default_mesh
 from twinkle_core.train.loop_engine import LoopEngine, gradients
+from twinkle_core.train.normalise import as_scalar
+from twinkle_core.train.together import leave
 
 if TYPE_CHECKING:
     from twinkle_transformers.layout import Layout
@@ -113,7 +115,7 @@ class Meeting:
             dist.init_process_group(
                 "gloo" if device.type == "cpu" else None, device_id=None if device.type == "cpu" else device
             )
-            atexit.register(_leave)
+            atexit.register(leave)
         for kind, size in self._sizes.items():
             if 1 < size < mesh.world_size:  # all processes make all groups, in one order
                 mine, _ = dist.new_subgroups_by_enumeration(partition(mesh, kind))  # type: ignore[no-untyped-call]
@@ -193,12 +195,6 @@ class Meeting:
             grad.copy_(part.view_as(grad))
 
 
-def _leave() -> None:
-    """Threads of a process group that is left open can abort a process that has done its work."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
 class MeshEngine(LoopEngine):
     """Core's loop on each rank; gradients, norms and counts are those of all ranks."""
 
@@ -210,8 +206,7 @@ class MeshEngine(LoopEngine):
         return self.layout.meeting
 
     @property
-    def in_step(self) -> bool:
-        """Whether ranks must run the model together, the same number of times."""
+    def in_step(self) -> bool:  # type: ignore[override]
         return self.layout.in_step
 
     def around(self, call: Callable[[], T], keep: bool = False) -> T:
@@ -239,6 +234,13 @@ class MeshEngine(LoopEngine):
 
     def gather_objects(self, obj: Any, over: str = DATA) -> list[Any]:
         return self.meeting.gather_objects(obj, over)
+
+    def gather_numbers(self, numbers: Several[float | torch.Tensor]) -> list[list[float]]:
+        mine = torch.stack([as_scalar(number, self.device) for number in numbers])
+        everyone = [mine] * self.mesh.world_size
+        if len(everyone) > 1:
+            dist.all_gather(everyone := [torch.empty_like(mine) for _ in everyone], mine)
+        return torch.stack(everyone).tolist()
 
     def ranks(self, over: str = DATA) -> Any:
         return self.meeting.ranks(over)

@@ -12,10 +12,12 @@ from twinkle_core.errors import ManyProcesses
 from twinkle_core.mesh import DeviceMesh
 from twinkle_core.runtime import local
 from twinkle_core.testing import ranks
+from twinkle_core.testing.toys import random_rows
 from twinkle_transformers.parallel import mesh_of
 from twinkle_transformers.testing import tiny_config
 
 sys.path.insert(0, str(Path(__file__).parent))
+from jobs import model, state
 from verbs import Verbs
 
 
@@ -60,6 +62,43 @@ def test_what_ranks_cannot_do_is_refused_by_name(tmp_path):
         assert "embeddings" in found["embeddings"] and "leave ulysses_size at 1" in found["embeddings"]
         assert found["goes on ulysses"]
         assert "3 attention heads can't be shared by tp_size 2" in found["unread"], "told before weights are looked for"
+
+
+@pytest.mark.parametrize("sizes", [{"dp_size": 2}, pytest.param({"fsdp_size": 2}, marks=pytest.mark.slow)], ids=["dp", "fsdp"])
+def test_ranks_that_come_apart_fail_together_and_go_on(sizes, tmp_path):
+    """A verb that one rank calls alone, names that differ, rows that one rank can't use: all say so at once."""
+    first, second = ranks.run(Verbs, "apart", 2, {"sizes": sizes, "folder": str(tmp_path)}, timeout=240)
+    verbs = ["save", "calculate_metric", "forward_only", "clip_grad_and_step"] + ["generate"] * ("fsdp_size" in sizes)
+    for name in verbs:
+        for found in (first, second):
+            assert found[name].startswith("RanksApart: ranks make different calls"), found[name]
+            assert f"rank 0 in {name} of the base model; rank 1 in forward of the base model" in found[name]
+    for found in (first, second):
+        assert f"'{tmp_path}/c0'" in found["names"] and f"rank 1 in save of the base model as '{tmp_path}/c1'" in found["names"]
+        assert found["written"] == []
+        assert found["window"] == (2, True), "what the window held before is as it was"
+        assert found["norm"] == first["norm"] > 0 and found["loss"] == first["loss"]
+    for name, kind in (
+        ("ids", "BadRow"),
+        ("labels", "BadRow"),
+        ("classes", "BadRow"),
+        ("long", "BadRow"),
+        ("evaluated", "BadRow"),
+    ):
+        verb = "forward_only" if name == "evaluated" else "forward_backward"
+        own = second[name]
+        assert own.startswith(f"{kind}: row "), own
+        assert (
+            first[name] == f"FailedElsewhere: {verb} of the base model failed on rank 1, and was given up on all ranks: {own}"
+        )
+    alone = model({})
+    alone.set_optimizer("sgd", lr=0.1)
+    rows = random_rows([5, 7, 6, 5], vocabulary=250)
+    for _ in range(2):
+        alone.forward_backward(rows, gradient_accumulation_steps=2)
+    assert first["norm"] == pytest.approx(alone.clip_grad_and_step(), rel=2e-5)
+    for key, value in state(alone).items():
+        torch.testing.assert_close(first["weights"][key], value, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.slow

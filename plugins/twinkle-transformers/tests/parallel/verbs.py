@@ -130,6 +130,54 @@ class Verbs:
         found["same"] = all(torch.equal(before[k], v) for k, v in state(mixes).items())
         return found
 
+    def apart(self, rank, world_size, sizes, folder):
+        """Verbs that one rank calls alone, rows that are bad on one rank, and that all go on afterwards as if nothing was."""
+        built = model(sizes)
+        built.set_optimizer("sgd", lr=0.1)
+        built.add_metric("loss")
+        rows = random_rows([5, 7, 6, 5], vocabulary=250)
+        mine, found = rows[rank::world_size], {}
+
+        def ask(name, call):
+            try:
+                call()
+                found[name] = "nothing"
+            except TwinkleError as error:
+                found[name] = f"{type(error).__name__}: {error}"
+
+        alone = {
+            "save": lambda: built.save("c", folder),
+            "calculate_metric": lambda: built.calculate_metric(),
+            "forward_only": lambda: built.forward_only(mine),
+            "clip_grad_and_step": lambda: built.clip_grad_and_step(),
+        }
+        if "fsdp_size" in sizes:
+            alone["generate"] = lambda: built.generate(mine, return_rows=True, max_new_tokens=2)
+        built.forward_backward(mine, gradient_accumulation_steps=2)
+        built.forward_backward(mine)
+        for name, call in alone.items():
+            ask(name, call if rank == 0 else lambda: built.forward(mine))
+        ask("names", lambda: built.save(f"c{rank}", folder))
+        found["written"] = sorted(p.name for p in Path(folder).iterdir())
+        bad = {
+            "ids": {"input_ids": [999] * len(mine[1]["input_ids"])},
+            "labels": {"labels": mine[1]["labels"][:-1]},
+            "classes": {"labels": [999] * len(mine[1]["labels"])},
+        }
+        for name, change in bad.items():
+            given = [mine[0], {**mine[1], **change}] if rank == 1 else mine
+            ask(name, lambda given=given: built.forward_backward(given))
+        built.engine.max_length = 6 if rank == 1 else None
+        ask("long", lambda: built.forward_backward(mine if rank == 0 else random_rows([7], vocabulary=250)))
+        ask("evaluated", lambda: built.forward_only(mine if rank == 0 else random_rows([7], vocabulary=250)))
+        built.engine.max_length = None
+        window = built.sessions[""].window
+        found["window"] = (window.count, window.open)
+        found["norm"] = built.clip_grad_and_step()
+        found["loss"] = built.calculate_metric()["loss"]
+        found["weights"] = state(built)
+        return found
+
     def default_mesh(self, rank, world_size):
         """The mesh of ``initialize`` is that of models and loaders made later, unless they are given one."""
         import twinkle
