@@ -18,6 +18,7 @@ from twinkle_core.names import closest
 from twinkle_core.ops.gather import Ranks
 from twinkle_core.patches.heads import NO_POOLING, pooling_of
 from twinkle_core.train.loop_engine import evaluating
+from twinkle_core.train.normalise import as_scalar
 from twinkle_core.train.session import Session
 from twinkle_core.types import InputFeature, ModelOutput
 from twinkle_megatron.buffers import BufferEngine
@@ -27,7 +28,7 @@ from twinkle_megatron.failing import Guarded
 from twinkle_megatron.inputs import Laid, lay, planned, size_of
 from twinkle_megatron.load import Built
 from twinkle_megatron.logps import Tempered, Vocabulary, for_all, for_vocabulary, gather_sequence
-from twinkle_megatron.parallel import Layout
+from twinkle_megatron.parallel import GROUPS, Layout
 
 #: what this engine can be asked for
 COMPUTED = frozenset({"logits", "logps", "entropies", "predictions", "hidden", "embeddings"})
@@ -60,7 +61,7 @@ class MegatronEngine(BufferEngine):
     ) -> None:
         super().__init__(built, mesh, device, on_nonfinite)
         self.layout = layout
-        self.fails_together = mesh.world_size > 1
+        self.fails_together = self.in_step = mesh.world_size > 1
         self.capabilities = frozenset({SPLIT_STEP}) if layout.pp == 1 else frozenset()
         self._facts = dict(facts or {})
         self._vocabulary = self._output_layer() if self.is_last_stage else None
@@ -246,6 +247,12 @@ class MegatronEngine(BufferEngine):
             dist.broadcast_object_list(told, src=source, group=parallel_state.get_pipeline_model_parallel_group())
             found = told[0]
         return found
+
+    def gather_numbers(self, numbers: Sequence[float | torch.Tensor]) -> list[list[float]]:
+        mine = torch.stack([as_scalar(number, "cpu") for number in numbers])
+        everyone = [torch.empty_like(mine) for _ in range(self.mesh.world_size)]
+        dist.all_gather(everyone, mine, group=GROUPS.hosts)
+        return [each.tolist() for each in everyone]
 
     def _group(self, over: str) -> Any:
         return dist.group.WORLD if over == "world" else parallel_state.get_data_parallel_group()
