@@ -136,6 +136,8 @@ class DeviceMesh:
     @property
     def leads(self) -> bool:
         """Whether this process is the first of those that get its share of the rows."""
+        if self.world_size == 1:
+            return True  # whatever RANK says: there may be other processes, with models of their own
         place = self.coordinates()
         part = (place["dp"] * self.sizes["fsdp"] + place["fsdp"]) % self.ulysses_size
         return not part and not any(at for name, at in place.items() if name not in ("dp", "fsdp"))
