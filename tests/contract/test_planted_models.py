@@ -231,10 +231,9 @@ class PlantedUndeclaredVerb(PlantedNothing):
 class Averages(RanksEngine):
     """Each rank divides by its own tokens, and the ranks' means are averaged."""
 
-    def all_reduce(self, x, over="dp"):
-        if x.dim() == 0:  # the weight of the window
-            self.own = max(float(x), 1.0)
-        return super().all_reduce(x, over)
+    def gather_numbers(self, numbers):
+        self.own = max(float(numbers[1]), 1.0)  # the last before gradients are finished: the weight of the window
+        return super().gather_numbers(numbers)
 
     def finish_grads(self, optimizer, scale):
         for p in (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
