@@ -134,6 +134,9 @@ class Alone:
             for given, size in mine:
                 words.append(told(lambda m=model, r=given, n=size: m.forward_backward(r, micro_batch_size=n)))
             words.append(told(lambda m=model, r=mine[0][0]: m.forward_only(r)))
+            table = "" if rank else model.get_train_configs()  # of one rank alone
+            words.append(told(lambda m=model, r=rows, one=not rank: m.get_state_dict() if one else m.forward_only(r)))
+            words.append(next((line.partition("  ")[2].strip() for line in table.splitlines() if "trainable" in line), ""))
             found.append([*words, steps(model, windows(2)) == steps(plain, windows(2))])
             del model, plain, one
         return found
@@ -194,12 +197,16 @@ def test_a_loss_that_fails_by_itself_on_one_rank_fails_on_all(llama):
 
 @pytest.mark.slow
 def test_ranks_that_share_their_rows_are_given_the_same(llama):
-    """Rows by RANK in place of the data rank: of equal lengths they are mixed in silence, of others the processes abort."""
+    """Rows by RANK in place of the data rank: of equal lengths they are mixed in silence, of others the processes abort. And a
+    verb in which ranks meet is told where one calls it alone, while a table is for whoever asks."""
     layouts = [{"tp_size": 2}, {"pp_size": 2}, {"cp_size": 2}]
-    for rank in run(Alone, "differ", 2, {"folder": llama, "layouts": layouts}, timeout=200):
-        for sizes, (*words, goes_on) in zip(layouts, rank, strict=True):
+    for rank, found in enumerate(run(Alone, "differ", 2, {"folder": llama, "layouts": layouts}, timeout=200)):
+        for sizes, (*words, state, parameters, goes_on) in zip(layouts, found, strict=True):
             assert len(words) == 7 and goes_on, sizes
             assert all(word.startswith("RanksApart: ranks 0, 1 compute together") for word in words), (sizes, words)
+            assert "rank 0 in get_state_dict of the base model; rank 1 in forward_only" in state, sizes
+            held, _, of = parameters.partition(" trainable, ")
+            assert rank or (held and of == f"{held} in this rank's part of the base model"), (sizes, parameters)
 
 
 @pytest.mark.slow
