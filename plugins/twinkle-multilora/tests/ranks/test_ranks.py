@@ -194,6 +194,6 @@ def test_meshes_that_tenants_cannot_be_laid_over(sizes, monkeypatch):
 
 def test_ranks_draw_masks_of_their_own():
     """One seed for all ranks, as a checkpoint has it."""
-    masks = {Draws(5, 1, rank).mask(3) for rank in range(3)}
+    masks = {Draws(5, 1, rank).mask(3, 1) for rank in range(3)}
     assert len(masks) == 3
-    assert Draws(5, 1).mask(3) == Draws(5, 1, 0).mask(3)
+    assert Draws(5, 1).mask(3, 1) == Draws(5, 1, 0).mask(3, 1)
