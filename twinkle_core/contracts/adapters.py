@@ -108,3 +108,8 @@ class AdapterStore(ABC):
     def describe(self, name: str) -> dict[str, Any]:
         """Facts for ``get_train_configs``: rank, alpha, targets."""
         return {}
+
+    def size(self) -> tuple[int, str]:
+        """How many numbers the base model has, and in words of what; for ``get_train_configs``, which one rank may ask for
+        alone. Default: of the whole ``outline``. A store whose outline ranks make together counts what this rank has."""
+        return sum(tensor.numel() for tensor in self.outline(BASE).values()), "in the base model"

@@ -82,6 +82,19 @@ class RanksApart(TwinkleError, RuntimeError):
         )
         return error
 
+    @classmethod
+    def rows(cls, share: int, ranks: Sequence[int]) -> RanksApart:
+        """Ranks that compute together on one share of the rows, and were given different ones."""
+        error = cls.__new__(cls)
+        TwinkleError.__init__(
+            error,
+            f"ranks {', '.join(map(str, ranks))} compute together on share {share} of the rows, and were given different rows, "
+            f"or another micro_batch_size.\n"
+            f"    share rows out by mesh.data_rank of mesh.data_world_size and not by RANK "
+            f"(DataLoader(…, device_mesh=mesh) does it)",
+        )
+        return error
+
 
 class RankLeft(TwinkleError, RuntimeError):
     """A rank that others wait for has ended, or doesn't come in time."""

@@ -145,14 +145,16 @@ class ForwardVerbs(Running, GenerateVerb):
             loss_args: for the loss; a training forward that has its loss is computed anew only when some are given.
 
         Raises:
-            NoForward, NotInForward, LabelsMissing, WrongArgument.
+            NoForward, NotInForward, LabelsMissing, WrongArgument, what the loss raises; FailedElsewhere: on another rank with
+            which this one runs the model together.
         """
         session = self._session(adapter_name)
         with until_met(self.engine, self.engine.in_step):
             waiting = session.pending.get(True) or session.pending.get(False)
             if not waiting:
                 raise NoForward("calculate_loss", session.name)
-        self._losses_of(session, waiting, loss_args)
+        with self._on_all():
+            self._losses_of(session, waiting, loss_args)
         total = weight = 0.0
         for part in waiting:
             assert part.loss is not None
@@ -166,7 +168,7 @@ class ForwardVerbs(Running, GenerateVerb):
 
         Raises:
             NoForward: there is none, or its backward is done. LoraDisabled: it was one of the base model. NotInForward,
-            WindowNotStepped, NoTrainableParameters, NotInOptimizer, BadLossResult.
+            WindowNotStepped, NoTrainableParameters, NotInOptimizer, BadLossResult, FailedElsewhere. The window is as it was.
         """
         with until_met(self.engine, self.engine.in_step):
             session = self._session(adapter_name)
@@ -179,7 +181,8 @@ class ForwardVerbs(Running, GenerateVerb):
                 raise LoraDisabled("backward", session.name)
             session.window.check_backward()
             self._check_trained(session)
-        self._losses_of(session, waiting, {})
+        with self._on_all():
+            self._losses_of(session, waiting, {})
         assert part.loss is not None
         with self.adapters.activate(session.name):
             self._begin_window(session)

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from twinkle_core import registry
-from twinkle_core.contracts.adapters import BASE
 from twinkle_core.errors import BadMetricResult
 from twinkle_core.train import losses
 from twinkle_core.train.limits import is_number
@@ -70,14 +69,14 @@ def _loss(model: Sessions, session: Session) -> str:
 def table(model: Sessions, session: Session) -> str:
     """Two columns, one line a fact."""
     trainable = model.adapters.parameters(session.name)
-    everything = _count(model.adapters.outline(BASE).values())
+    everything, where = model.adapters.size()
     share = _count(trainable.values())
     window = session.window
     rows: list[tuple[str, str]] = [
         ("adapter", session.name or "(base model)"),
         *((key.replace("_", " "), str(value)) for key, value in model.engine.describe().items()),
         *((key.replace("_", " "), str(value)) for key, value in model.adapters.describe(session.name).items()),
-        ("parameters", f"{share:,} trainable, {everything:,} in the base model"),
+        ("parameters", f"{share:,} trainable, {everything:,} {where}"),
         ("mesh", repr(model.engine.mesh).splitlines()[0]),
         ("loss", _loss(model, session)),
         ("optimizer", _optimizer(session.optimizer)),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +22,7 @@ from twinkle_core.train.calls import Asked, Call, by_size, measure, read_by
 from twinkle_core.train.prepare import by_token, fit_args, width_of
 from twinkle_core.train.session import Pending, Session
 from twinkle_core.train.sessions import Sessions, one_at_a_time
-from twinkle_core.train.together import calling, until_met
+from twinkle_core.train.together import calling, together, until_met
 from twinkle_core.types import LossOutput, ModelOutput
 
 
@@ -130,6 +130,10 @@ class Running(Sessions):
                 ranks = self.engine.ranks()
                 coefficient = self.engine.aux_loss_coef if part.train else 0.0
                 part.loss = losses.call(loss, batch, part.output, train=train, ranks=ranks, aux_coef=coefficient)
+
+    def _on_all(self) -> AbstractContextManager[None]:
+        """Inside, a loss is computed by itself: where ranks go back together, one that fails on one of them fails on all."""
+        return together(self.engine, None, always=True) if self.engine.in_step else nullcontext()
 
     def _check_trained(self, session: Session) -> None:
         """Raise if a backward would make no gradient, or one that the session's optimizer has never heard of."""

@@ -241,6 +241,7 @@ class SetupVerbs(Sessions):
 
     @one_at_a_time
     def get_train_configs(self, *, adapter_name: str | None = None) -> str:
-        """A table to print: model, parameters, mesh, precision, loss, optimizer, scheduler, template, metrics, plugins."""
+        """A table to print: model, parameters, mesh, precision, loss, optimizer, scheduler, template, metrics, plugins.
+        One rank may ask for it alone."""
         session = self._session(adapter_name)
         return report.table(self, session)

@@ -157,8 +157,11 @@ class StorageVerbs(Sessions):
 
     @one_at_a_time
     def get_state_dict(self, *, adapter_name: str | None = None) -> dict[str, torch.Tensor]:
-        """Tensors under plain keys (PEFT's for an adapter). Live: copy what you want to keep."""
-        return self.adapters.state_dict(self._session(adapter_name).name)
+        """Tensors under plain keys (PEFT's for an adapter). Live: copy what you want to keep. Where ranks hold parts of the
+        model under other names (Megatron's), all of them call it together, and each gets whole tensors."""
+        with until_met(self.engine, self.engine.collective):
+            name = self._session(adapter_name).name
+        return self.adapters.state_dict(name)
 
     @contextlib.contextmanager
     def _opened(self, path: Path, first: bool, *, shared: bool) -> Iterator[Path | None]:

@@ -117,14 +117,14 @@ def until_met(engine: Engine, needed: bool = True) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def together(engine: Engine, failure: Failure, *, always: bool = False) -> Iterator[None]:
+def together(engine: Engine, failure: Failure | None, *, always: bool = False) -> Iterator[None]:
     """What is done inside, all ranks have done on leaving; or all fail, where one of them would wait for another in vain.
 
     Nothing inside may need another rank after it could have failed alone.
 
     Args:
-        failure: what the others raise, made of the number of the first rank that failed and what it said. The rank itself
-            raises what it raised.
+        failure: what the others raise, made of the number of the first rank that failed and what it said; None:
+            FailedElsewhere. The rank itself raises what it raised.
         always: also where ranks hold the same (an engine that is not ``collective``).
     """
     if engine.mesh.world_size == 1 or not (always or engine.collective):
@@ -133,7 +133,7 @@ def together(engine: Engine, failure: Failure, *, always: bool = False) -> Itera
     try:
         yield
     except Exception as error:
-        _tell(engine, str(error) or type(error).__name__)
+        _tell(engine, describe(error) if failure is None else str(error) or type(error).__name__)
         raise
     meet(engine, failure=failure)
 

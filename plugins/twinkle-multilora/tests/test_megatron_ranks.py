@@ -7,9 +7,11 @@ import torch
 import transformers
 from peft import PeftModel
 
+from twinkle_core.data.sampler import share
+from twinkle_core.errors import BadInputs, FailedElsewhere, RanksApart, UnknownAdapter
 from twinkle_core.testing.ranks import run
 from twinkle_megatron.testing import write_tiny
-from twinkle_multilora.megatron_testing import TENANTS, InTurns, rows_of
+from twinkle_multilora.megatron_testing import TENANTS, InTurns, built, join, rows_of, same, state
 
 OF_TWO = [{"dp_size": 2}, {"tp_size": 2, "sequence_parallel": True}, {"pp_size": 2}]
 EXPERTS = [{"dp_size": 2, "ep_size": 2}]
@@ -19,6 +21,33 @@ OF_FOUR = [{"dp_size": 2, "tp_size": 2, "sequence_parallel": True}]
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory):
     return str(write_tiny(tmp_path_factory.mktemp("llama"), num_hidden_layers=2))
+
+
+class AtOnce:
+    """Run in processes of its own."""
+
+    def one_is_wrong(self, rank, world_size, folder, layouts):
+        """What each rank is told of a call for three in which the second rank has something wrong, and what it leaves."""
+        found, names = [], ("ada", "bob", "eve")
+        for sizes in layouts:
+            model, plain = built(folder, sizes), built(folder, sizes)
+            for one in (model, plain):
+                for name in names:
+                    join(one, name)
+            mesh, words = model.engine.mesh, []
+            good = {name: share(rows_of(name, 0), mesh.data_rank, mesh.data_world_size) for name in names}
+            wrong = [{**good, name: [{"input_ids": [1, 9999], "labels": [1, 2]}]} for name in names]
+            wrong += [{**good, "zoe": good["ada"]}, {name: good[name] for name in ("ada", "eve")}]
+            for given in wrong:
+                try:
+                    model.forward_backward_many(given if rank else good)
+                except (BadInputs, FailedElsewhere, RanksApart, UnknownAdapter) as error:
+                    words.append(f"{type(error).__name__}: {error}")
+            for one in (model, plain):
+                one.forward_backward_many(good)
+            found.append([*words, *(same(state(model, name), state(plain, name)) for name in names)])
+            del model, plain, one
+        return found
 
 
 def assert_apart(ranks, layouts):
@@ -50,6 +79,21 @@ def test_five_tenants_in_turns_are_each_alone(tmp_path, family, world_size, layo
 @pytest.mark.parametrize("sizes", [{"dp_size": 2}, {"tp_size": 2, "sequence_parallel": True}], ids=["data", "tensor"])
 def test_a_failure_is_nobody_elses_on_any_rank(llama, sizes):
     assert run(InTurns, "failures", 2, {"folder": llama, "sizes": sizes}, timeout=300) == [[], []]
+
+
+@pytest.mark.slow
+def test_a_call_for_many_that_is_wrong_on_one_rank_is_wrong_on_all(llama):
+    """Where ranks met for each tenant without saying for which, one that had left out a tenant met in the next one's place."""
+    layouts = [{"dp_size": 2}, {"tp_size": 2}]
+    first, second = run(AtOnce, "one_is_wrong", 2, {"folder": llama, "layouts": layouts}, timeout=300)
+    for one, two in zip(first, second, strict=True):
+        for name, here, there in zip(("ada", "bob", "eve"), one, two, strict=False):
+            assert here.startswith(f"FailedElsewhere: forward_backward_many of adapter '{name}' failed on rank 1")
+            assert there.startswith("BadInputs")
+        assert one[3].startswith("RanksApart") and two[3].startswith("UnknownAdapter")
+        assert one[4].startswith("RanksApart") and "rank 1 in forward_backward_many of adapter 'ada, eve'" in one[4]
+        assert one[4] == two[4]
+        assert one[5:] == two[5:] == [True] * 3
 
 
 @pytest.mark.slow

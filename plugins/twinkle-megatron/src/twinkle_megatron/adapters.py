@@ -300,6 +300,10 @@ class MegatronAdapters(AdapterStore):
         targets = sorted(parts_of(config, self.layers))
         return {"method": "LORA", "rank": config.r, "alpha": config.lora_alpha, "targets": ", ".join(targets)}
 
+    def size(self) -> tuple[int, str]:
+        alone = self.layout.world == 1
+        return sum(p.numel() for p in self._base), "in the base model" if alone else "in this rank's part of the base model"
+
 
 def plain_parameters(chunks: list[Any]) -> Iterator[tuple[str, Any]]:
     """Parameters with the numbers of layers and experts that they have in the whole model."""

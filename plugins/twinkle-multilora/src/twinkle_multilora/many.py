@@ -14,6 +14,7 @@ from twinkle_core.train import limits
 from twinkle_core.train.calls import Asked, Call
 from twinkle_core.train.forward import ForwardVerbs
 from twinkle_core.train.sessions import one_at_a_time
+from twinkle_core.train.together import calling, until_met
 
 if TYPE_CHECKING:
     import torch
@@ -57,19 +58,10 @@ class Many(ForwardVerbs):
             tenant is named twice, or the base model; a loss argument names tenants, and something else or one who has no rows
             in this call. What a tenant's loss raises is raised after the others are done.
         """
-        limits.check_temperature(temperature)
-        if not isinstance(inputs, Mapping) or not inputs:
-            raise BadArgument("inputs", type(inputs).__name__, "a dict: each tenant's name, and its rows")
-        many: list[Asked] = []
-        for name, rows in inputs.items():
-            if name is None:  # a verb without a name may mean the only one there is; here nobody is meant
-                raise BadArgument("inputs", name, "each tenant once, by its name or its slot's")
-            session = self._session(name)
-            if session.name == BASE or any(asked.session is session for asked in many):
-                raise BadArgument("inputs", name, "each tenant once, by its name or its slot's")
-            self._check_enabled("forward_backward_many", session)
-            many.append(Asked(session, rows, None, gradient_accumulation_steps, temperature))
-        own = self._own([asked.session.name for asked in many], loss_args)
+        with calling(self.engine, "forward_backward_many", self._named_in(inputs)), until_met(self.engine, self.engine.in_step):
+            limits.check_temperature(temperature)
+            many = self._asked(inputs, gradient_accumulation_steps, temperature)
+            own = self._own([asked.session.name for asked in many], loss_args)
         many = [replace(asked, loss_args=own[asked.session.name]) for asked in many]
         # ranks may name tenants in any order, and serve them in one
         order = sorted(many, key=lambda asked: self._slot(asked.session.name)) if self.engine.mesh.world_size > 1 else many
@@ -82,6 +74,26 @@ class Many(ForwardVerbs):
         return dict(zip(inputs, in_order, strict=True))
 
     # ------------------------------------------------------------------------------------------------ inside
+
+    def _named_in(self, inputs: Any) -> str:
+        """Whose rows they are, in one order on all ranks: by the names of tenants also where they are given by slots'."""
+        known, names = self.adapters.known_as, inputs if isinstance(inputs, Mapping) else ()
+        return ", ".join(sorted(known(name) if isinstance(name, str) else str(name) for name in names))
+
+    def _asked(self, inputs: Any, gradient_accumulation_steps: int | None, temperature: float) -> list[Asked]:
+        """A call for each tenant, without arguments for its loss."""
+        if not isinstance(inputs, Mapping) or not inputs:
+            raise BadArgument("inputs", type(inputs).__name__, "a dict: each tenant's name, and its rows")
+        many: list[Asked] = []
+        for name, rows in inputs.items():
+            if name is None:  # a verb without a name may mean the only one there is; here nobody is meant
+                raise BadArgument("inputs", name, "each tenant once, by its name or its slot's")
+            session = self._session(name)
+            if session.name == BASE or any(asked.session is session for asked in many):
+                raise BadArgument("inputs", name, "each tenant once, by its name or its slot's")
+            self._check_enabled("forward_backward_many", session)
+            many.append(Asked(session, rows, None, gradient_accumulation_steps, temperature))
+        return many
 
     def _own(self, tenants: Sequence[str], loss_args: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         """Each tenant's loss arguments: its part of dicts by tenant, and all others whole.
@@ -112,7 +124,12 @@ class Many(ForwardVerbs):
 
     def _all_ready(self, many: Sequence[Asked]) -> list[Call | BaseException]:
         """Calls that are checked and on the device, or what is wrong with them."""
-        return [result_of(attempt(functools.partial(self._ready, asked))) for asked in many]
+        return [result_of(attempt(functools.partial(self._ready_on_all, asked))) for asked in many]
+
+    def _ready_on_all(self, asked: Asked) -> Call:
+        """``_ready``, for which ranks meet: a call that is wrong on one of them is wrong on all."""
+        with calling(self.engine, "forward_backward_many", asked.session.name), until_met(self.engine):
+            return self._ready(asked)
 
     def _run_all(self, calls: Sequence[Call]) -> Sequence[Outcome]:
         """Calls of different sessions. What one raises is its outcome."""
