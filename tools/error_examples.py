@@ -138,6 +138,7 @@ entry(
     e.RanksApart(1, "forward_backward of 'alice'", ["clip_grad_and_step of 'bob'"]),
     e.RanksApart.calls(["save of the base model", *["forward_backward of the base model"] * 3]),
     e.RanksApart.rows(0, [0, 1]),
+    e.RanksApart.differently([f"step of the base model with SGD (lr {lr}), CrossEntropyLoss" for lr in (0.1, 0.5)]),
     why="Ranks tell one another what they call where they meet. The verbs that are named are those in which they are now.",
     way="Let all ranks run one script, and none leave out a call because it has no rows, or because it is not the first rank.",
 )

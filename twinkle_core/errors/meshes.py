@@ -69,31 +69,42 @@ class RanksApart(TwinkleError, RuntimeError):
     @classmethod
     def calls(cls, calls: Sequence[str]) -> RanksApart:
         """In what each rank is, by its number."""
-        ranks: dict[str, list[str]] = {}
-        for rank, call in enumerate(calls):
-            ranks.setdefault(call, []).append(str(rank))
-        where = [f"rank{'s' * (len(at) > 1)} {', '.join(at)} in {call}" for call, at in ranks.items()]
-        error = cls.__new__(cls)
-        TwinkleError.__init__(
-            error,
-            f"ranks make different calls, and would wait for each other in vain: {'; '.join(where)}.\n"
+        return _saying(
+            f"ranks make different calls, and would wait for each other in vain: {_by_rank(calls)}.\n"
             f"    all ranks make the calls in which they meet, in one order and as many: take them out of `if rank == 0:` "
-            f"(save writes once all the same)",
+            f"(save writes once all the same)"
         )
-        return error
+
+    @classmethod
+    def differently(cls, calls: Sequence[str]) -> RanksApart:
+        """All are in the same call, each with something else: what, by its number."""
+        return _saying(
+            f"ranks make the same call with different settings, and would drift apart: {_by_rank(calls)}.\n"
+            f"    only rows differ from rank to rank: give all the same model, adapters, optimizer, schedule, loss, metrics"
+        )
 
     @classmethod
     def rows(cls, share: int, ranks: Sequence[int]) -> RanksApart:
         """Ranks that compute together on one share of the rows, and were given different ones."""
-        error = cls.__new__(cls)
-        TwinkleError.__init__(
-            error,
+        return _saying(
             f"ranks {', '.join(map(str, ranks))} compute together on share {share} of the rows, and were given different rows, "
             f"or another micro_batch_size.\n"
             f"    share rows out by mesh.data_rank of mesh.data_world_size and not by RANK "
-            f"(DataLoader(…, device_mesh=mesh) does it)",
+            f"(DataLoader(…, device_mesh=mesh) does it)"
         )
-        return error
+
+
+def _saying(text: str) -> RanksApart:
+    error = RanksApart.__new__(RanksApart)
+    TwinkleError.__init__(error, text)
+    return error
+
+
+def _by_rank(calls: Sequence[str]) -> str:
+    ranks: dict[str, list[str]] = {}
+    for rank, call in enumerate(calls):
+        ranks.setdefault(call, []).append(str(rank))
+    return "; ".join(f"rank{'s' * (len(at) > 1)} {', '.join(at)} in {call}" for call, at in ranks.items())
 
 
 class RankLeft(TwinkleError, RuntimeError):

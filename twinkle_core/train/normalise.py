@@ -43,13 +43,16 @@ def mean_of(loss: LossOutput) -> torch.Tensor:
     return mean(as_scalar(total, total.device), as_scalar(loss.weight, total.device))
 
 
-def window_weight(engine: Engine, weight: Any) -> float:
+def window_weight(engine: Engine, weight: Any, about: str = "") -> float:
     """The weight of a window over all data ranks. Ranks meet; synchronises: once a window.
+
+    Args:
+        about: what of the coming update must be the same on all ranks, in words.
 
     Raises:
         BadLossWeight: it is negative or no number. RanksApart, RankLeft.
     """
-    total = sum(meet(engine, weight if engine.mesh.leads else 0.0))
+    total = sum(meet(engine, weight if engine.mesh.leads else 0.0, about=about))
     if not total >= 0 or total == float("inf"):
         raise BadLossWeight(total)
     return total

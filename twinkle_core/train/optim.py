@@ -75,6 +75,23 @@ def build(
     return optimizer
 
 
+#: what an update depends on beside gradients, by its name in a parameter group
+_RULE = ("lr", "weight_decay", "betas", "eps", "momentum")
+
+
+def rule(optimizer: torch.optim.Optimizer) -> str:
+    """By what rule the next update is made, in words: kind, rates and moments of its parameter groups. To six digits, so that
+    machines that compute a schedule's cosine otherwise agree. Does not synchronise: a rate on a device isn't read."""
+    found = {}
+    for key in _RULE:
+        values = [group[key] for group in optimizer.param_groups if key in group]
+        plain = [v for v in values if not isinstance(v, torch.Tensor) or v.device.type == "cpu"]
+        if plain:  # the largest: groups may differ from stage to stage of a pipeline, by what parameters are there
+            found[key] = max(tuple(map(float, v)) if isinstance(v, (tuple, list)) else (float(v),) for v in plain)
+    said = ", ".join(f"{key} {' '.join(f'{x:.6g}' for x in value)}" for key, value in found.items())
+    return f"{type(optimizer).__name__} ({said})"
+
+
 def described(kwargs: Mapping[str, Any]) -> str:
     """Keyword arguments as they are written in a call."""
     return ", ".join(f"{k}={v!r}" for k, v in kwargs.items()) or "no arguments"

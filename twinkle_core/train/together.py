@@ -86,7 +86,7 @@ def meet(
     for rank, (verb, _, other) in enumerate(words):
         if other is not None:
             raise failure(rank, other) if failure is not None else FailedElsewhere(verb, rank, other)
-    raise RanksApart.calls([verb + more for verb, more, _ in words])
+    raise RanksApart.differently([verb + more for verb, more, _ in words])
 
 
 def _tell(engine: Engine, why: str) -> None:

@@ -12,7 +12,7 @@ from twinkle_core.contracts.metric import StepResult
 from twinkle_core.errors import BadLossWeight, NonFiniteGradients, NoOptimizer
 from twinkle_core.log import get_logger
 from twinkle_core.ops.sharded import whole
-from twinkle_core.train import limits, normalise
+from twinkle_core.train import limits, losses, normalise, optim
 from twinkle_core.train.forward import ForwardVerbs
 from twinkle_core.train.session import Session
 from twinkle_core.train.sessions import one_at_a_time
@@ -209,7 +209,9 @@ class UpdateVerbs(ForwardVerbs):
             return True
         assert session.optimizer is not None
         try:
-            weight = normalise.window_weight(self.engine, window.weight)
+            several = self.engine.mesh.world_size > 1
+            about = f" with {optim.rule(session.optimizer)}, {losses.name_of(self._loss(session))}" if several else ""
+            weight = normalise.window_weight(self.engine, window.weight, about)
         except BadLossWeight:
             self._clear(session)
             window.reset()

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.amp.grad_scaler import OptState
 
 from twinkle_core import arguments, settings
-from twinkle_core.errors import ManyProcesses
+from twinkle_core.errors import ManyProcesses, RanksApart
 from twinkle_core.log import get_logger
 from twinkle_core.mesh import DeviceMesh
 from twinkle_core.ops.gather import Ranks
@@ -149,8 +149,27 @@ class Meeting:
         return Ranks(self.group(kind)) if self._sizes[kind] > 1 else None
 
     def agree(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Give tensors that lie apart nowhere the values that rank 0 has."""
-        for x in tensors if self.mesh.world_size > 1 else ():
+        """Give tensors that lie apart nowhere the values that rank 0 has.
+
+        Raises:
+            RanksApart: they have other shapes, or are more, on some rank.
+        """
+        if self.mesh.world_size == 1:
+            return
+        tensors = list(tensors)
+        shapes = [f"{list(x.shape)} {str(x.dtype).removeprefix('torch.')}" for x in tensors]
+        told = self.gather_objects(shapes, WORLD)
+        if any(theirs != told[0] for theirs in told):
+            longest = max(map(len, told))
+            filled = [theirs + ["none"] * (longest - len(theirs)) for theirs in told]
+            at = next(i for i, each in enumerate(zip(*filled, strict=True)) if len(set(each)) > 1)
+            raise RanksApart.differently(
+                [
+                    f"the making of {len(mine)} tensors, of which number {at + 1} is {each[at]}"
+                    for mine, each in zip(told, filled, strict=True)
+                ]
+            )
+        for x in tensors:
             dist.broadcast(x.detach(), src=0)
 
     def draw_apart(self) -> None:

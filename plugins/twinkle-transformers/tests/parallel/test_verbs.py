@@ -66,7 +66,7 @@ def test_what_ranks_cannot_do_is_refused_by_name(tmp_path):
 
 @pytest.mark.parametrize("sizes", [{"dp_size": 2}, pytest.param({"fsdp_size": 2}, marks=pytest.mark.slow)], ids=["dp", "fsdp"])
 def test_ranks_that_come_apart_fail_together_and_go_on(sizes, tmp_path):
-    """A verb that one rank calls alone, names that differ, rows that one rank can't use: all say so at once."""
+    """A verb that one rank calls alone, what differs between ranks, rows that one can't use: all say so at once."""
     first, second = ranks.run(Verbs, "apart", 2, {"sizes": sizes, "folder": str(tmp_path)}, timeout=240)
     verbs = ["save", "calculate_metric", "forward_only", "clip_grad_and_step"] + ["generate"] * ("fsdp_size" in sizes)
     for name in verbs:
@@ -76,6 +76,14 @@ def test_ranks_that_come_apart_fail_together_and_go_on(sizes, tmp_path):
     for found in (first, second):
         assert f"'{tmp_path}/c0'" in found["names"] and f"rank 1 in save of the base model as '{tmp_path}/c1'" in found["names"]
         assert found["written"] == []
+        for name in ("rates", "ranks", "targets"):
+            assert found[name].startswith("RanksApart: ranks make the same call with different settings"), found[name]
+        assert "rank 0 in clip_grad_and_step of the base model with SGD (lr 0.1, " in found["rates"]
+        assert "rank 1 in clip_grad_and_step of the base model with SGD (lr 0.2, " in found["rates"]
+        assert "[2, 32] float32; rank 1 in the making of 4 tensors, of which number 1 is [3, 32]" in found["ranks"], found[
+            "ranks"
+        ]
+        assert found["goes on"] == first["goes on"] > 0 and found["adapters"] == []
         assert found["window"] == (2, True), "what the window held before is as it was"
         assert found["norm"] == first["norm"] > 0 and found["loss"] == first["loss"]
     for name, kind in (

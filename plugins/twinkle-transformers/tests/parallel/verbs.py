@@ -158,6 +158,16 @@ class Verbs:
         for name, call in alone.items():
             ask(name, call if rank == 0 else lambda: built.forward(mine))
         ask("names", lambda: built.save(f"c{rank}", folder))
+        other = model(sizes)
+        other.set_optimizer("sgd", lr=0.1 * (1 + rank))
+        other.forward_backward(mine)
+        ask("rates", other.clip_grad_and_step)
+        other.set_optimizer("sgd", lr=0.1)
+        found["goes on"] = other.clip_grad_and_step()
+        for name, given in (("ranks", {"r": 2 + rank}), ("targets", {"target_modules": ["q_proj", "v_proj"][: 1 + rank]})):
+            config = LoraConfig(**{"r": 2, "target_modules": ["q_proj"], **given})
+            ask(name, lambda config=config: other.add_adapter_to_model("a", config))
+        found["adapters"] = other.adapters.names()
         found["written"] = sorted(p.name for p in Path(folder).iterdir())
         bad = {
             "ids": {"input_ids": [999] * len(mine[1]["input_ids"])},
