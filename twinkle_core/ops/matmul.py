@@ -5,8 +5,8 @@ PyTorch gives float32 matmuls on x86 to MKL, which on other processors than Inte
 bfloat16 and in compiled graphs. It sums in another order, so results agree to rounding.
 ``torch.backends.mkldnn.set_flags(False)`` turns it off.
 
-Which kernel computes depends on the weight and the processor alone, never on the number of rows or on how they lie in memory: so
-a row stays the same in any company (``row_invariance`` tries it).
+Which kernel computes depends on the weight and the processor alone, never on the number of rows or on how they lie in memory.
+So a row stays the same in any company (``row_invariance`` tries it).
 """
 
 from __future__ import annotations
