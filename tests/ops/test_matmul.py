@@ -74,14 +74,43 @@ def test_rows_do_not_feel_their_company(calls: list[tuple[int, ...]]) -> None:
         pytest.param(drawn(0, INNER), drawn(OUT, INNER), id="no rows"),
         pytest.param(drawn(20, INNER).double(), drawn(OUT, INNER).double(), id="float64"),
         pytest.param(drawn(20, INNER).bfloat16(), drawn(OUT, INNER).bfloat16(), id="bfloat16"),
-        pytest.param(drawn(INNER, 20).t(), drawn(OUT, INNER), id="rows that lie apart"),
         pytest.param(drawn(20, INNER), drawn(INNER, OUT).t(), id="a weight that lies apart"),
     ],
 )
 def test_all_else_is_left_to_pytorch(calls: list[tuple[int, ...]], x: torch.Tensor, weight: torch.Tensor) -> None:
     assert torch.equal(matmul.linear(x, weight), torch.nn.functional.linear(x, weight))
-    g = drawn(x.shape[0], weight.shape[0]).to(x.dtype) if x.is_contiguous() else drawn(weight.shape[0], x.shape[0]).t()
+    g = drawn(x.shape[0], weight.shape[0]).to(x.dtype)
     assert torch.equal(matmul.times(g, weight), g @ weight)
+    assert calls == []
+
+
+def strided(x: torch.Tensor) -> torch.Tensor:
+    """The same numbers, every third of a larger tensor."""
+    return torch.stack([x, x + 1, x - 1], -1)[..., 0]
+
+
+@pytest.mark.parametrize("lie", [strided, lambda x: x.t().contiguous().t()], ids=["strided", "transposed"])
+def test_how_rows_lie_in_memory_changes_no_bit(calls: list[tuple[int, ...]], lie: Any) -> None:
+    """A tenant's rows may lie apart alone, and side by side where they were put together with those of others."""
+    x, g, weight = drawn(20, INNER), drawn(20, OUT), drawn(OUT, INNER)
+    assert torch.equal(matmul.linear(lie(x), weight), matmul.linear(x, weight))
+    assert torch.equal(matmul.times(lie(g), weight), matmul.times(g, weight))
+    assert torch.equal(matmul.times(g[:1].expand(20, OUT), weight), matmul.times(g[:1].repeat(20, 1), weight))
+    assert len(calls) == 6
+
+
+@pytest.mark.parametrize("bias", [strided(drawn(OUT)), drawn(OUT)[:1].expand(OUT)], ids=["strided", "expanded"])
+def test_a_bias_that_lies_apart_is_read_as_it_is(calls: list[tuple[int, ...]], bias: torch.Tensor) -> None:
+    """The operator reads the numbers that follow in memory, and says nothing."""
+    x, weight = drawn(20, INNER), drawn(OUT, INNER)
+    exact = x.double() @ weight.double().t() + bias.double()
+    assert apart(matmul.linear(x, weight, bias), exact) < 1e-6
+    assert len(calls) == 1
+
+
+def test_a_bias_of_another_type_is_pytorchs_to_refuse(calls: list[tuple[int, ...]]) -> None:
+    with pytest.raises(RuntimeError, match="dtype"):
+        matmul.linear(drawn(20, INNER), drawn(OUT, INNER), drawn(OUT).double())
     assert calls == []
 
 

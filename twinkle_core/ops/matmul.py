@@ -5,8 +5,8 @@ PyTorch gives float32 matmuls on x86 to MKL, which on other processors than Inte
 bfloat16 and in compiled graphs. It sums in another order, so results agree to rounding.
 ``torch.backends.mkldnn.set_flags(False)`` turns it off.
 
-Which kernel computes depends on the weight and the processor alone, never on the number of rows: so a row stays the same in any
-company (``row_invariance`` tries it).
+Which kernel computes depends on the weight and the processor alone, never on the number of rows or on how they lie in memory.
+So a row stays the same in any company (``row_invariance`` tries it).
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ LEAST = 2**16
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``x W^T + b``: ``[n, in]`` and ``[out, in]`` to ``[n, out]``. Without a graph: for the inside of autograd's functions."""
-    if _by_onednn(x, weight):
-        return _onednn()(x, weight, bias, "none", [], "")  # type: ignore[no-any-return]
+    if _by_onednn(x, weight, bias):
+        laid = None if bias is None else bias.contiguous()  # the operator reads a bias as if its numbers lay side by side
+        return _onednn()(x.contiguous(), weight, laid, "none", [], "")  # type: ignore[no-any-return]
     return torch.nn.functional.linear(x, weight, bias)
 
 
@@ -32,7 +33,7 @@ def times(g: Tensor, weight: Tensor, *, out: Tensor | None = None) -> Tensor:
     """``g W``: ``[n, out]`` and ``[out, in]`` to ``[n, in]``. Without a graph. ``out``: where to put it."""
     if not _by_onednn(g, weight):
         return torch.mm(g, weight, out=out)
-    found: Tensor = _onednn()(g, weight.t(), None, "none", [], "")
+    found: Tensor = _onednn()(g.contiguous(), weight.t(), None, "none", [], "")
     return found if out is None else out.copy_(found)
 
 
@@ -41,12 +42,13 @@ def kernel() -> str:
     return "oneDNN" if _onednn() is not None and torch.backends.mkldnn.enabled else "what PyTorch chooses"
 
 
-def _by_onednn(rows: Tensor, weight: Tensor) -> bool:
-    if weight.dtype != torch.float32 or rows.dtype != torch.float32 or weight.numel() < LEAST or not rows.shape[0]:
+def _by_onednn(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
+    given = (rows, weight) if bias is None else (rows, weight, bias)
+    if any(t.dtype != torch.float32 for t in given) or weight.numel() < LEAST or not rows.shape[0]:
         return False
-    plain = type(rows) is Tensor and type(weight) in (Tensor, torch.nn.Parameter)
-    dense = rows.is_contiguous() and weight.is_contiguous()
-    return plain and dense and weight.device.type == "cpu" and _onednn() is not None and bool(torch.backends.mkldnn.enabled)
+    plain = type(rows) is Tensor and all(type(t) in (Tensor, torch.nn.Parameter) for t in given[1:])
+    near = plain and weight.is_contiguous() and weight.device.type == "cpu"
+    return near and _onednn() is not None and bool(torch.backends.mkldnn.enabled)
 
 
 @functools.cache

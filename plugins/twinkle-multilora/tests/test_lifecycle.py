@@ -326,6 +326,13 @@ def test_refused_by_name(model, option):
     assert all(torch.equal(v, before[k]) for k, v in weights(model, "a").items())
 
 
+def test_the_way_out_is_one_that_slots_have(model):
+    """Elsewhere a tied output layer may be trained with its embedding; here no option makes that possible."""
+    with pytest.raises(BadAdapter, match="can't be served by a slot") as refused:
+        model.multi_lora.acquire_lora("a", LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"]))
+    assert "ensure_weight_tying" not in str(refused.value)
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_no_option_is_passed_over(model):
     """Each field of peft's config that isn't served is refused when it is set: also those of versions to come."""

@@ -14,6 +14,7 @@ from transformers import MistralConfig, MixtralConfig, MixtralForCausalLM
 from twinkle_core.errors import BadAdapter, BadArgument, BadLossResult, LabelsMissing, UnknownAdapter
 from twinkle_multilora.model import MultiLoraTransformersModel
 from twinkle_multilora.packing import LEAST
+from twinkle_multilora.probe import Sharing
 from twinkle_multilora.scheduler import TenantScheduler
 from twinkle_transformers.testing import tiny_config
 
@@ -568,6 +569,18 @@ def test_what_cannot_be_shared_takes_turns(case, monkeypatch):
     found = model.forward_backward_many({name: rows_of(name, 0) for name in "ac"})
     assert model.engine.sharing.way == "turns" and not passes and len(found) == 2
     assert "tenants take turns" in model.get_train_configs(adapter_name="")
+
+
+def test_other_kernels_are_tried_anew(monkeypatch):
+    """What one kernel keeps apart another may not: oneDNN may be switched off after the first pass."""
+    tried = []
+    monkeypatch.setattr("twinkle_multilora.engine.sharing_of", lambda *_, **__: tried.append(1) or Sharing("turns", "a trial"))
+    kernels = ["oneDNN", "oneDNN", "what PyTorch chooses", "oneDNN"]
+    model = build()
+    for name in kernels:
+        monkeypatch.setattr("twinkle_multilora.engine.kernel", lambda name=name: name)
+        assert model.engine.sharing.way == "turns"
+    assert len(tried) == 2
 
 
 def test_a_model_of_experts_is_told_where_slots_can_be():

@@ -160,6 +160,8 @@ class SlotAdapters(ModelStore):
         state: dict[str, torch.Tensor] | None = None
         if isinstance(config, (str, Path)):
             config, state = self.from_folder(name, config)
+        if isinstance(config, LoraConfig):
+            check_options(name, config)  # first: another check may say how to mend what no slot serves
         config = rules.check_config(name, config, self.module, [])
         check_options(name, config)
         check_ranks(name, config, self.pool.max_r)

@@ -16,6 +16,7 @@ from twinkle_core.contracts.engine import Batch, LossFn
 from twinkle_core.errors import FailedElsewhere
 from twinkle_core.errors.adapters import whose
 from twinkle_core.isolation import attempt, describe
+from twinkle_core.ops.matmul import kernel
 from twinkle_core.ops.token_logps import Tempered, token_logps
 from twinkle_core.train.loop_engine import evaluating
 from twinkle_core.types import IGNORE_INDEX, LossOutput, ModelOutput
@@ -100,13 +101,13 @@ class SlotEngine(TransformersEngine):
 
     @property
     def sharing(self) -> Sharing:
-        """How passes are shared. Asked of the model once for each attention, type and number of threads."""
+        """How passes are shared. Asked of the model once for each attention, type, number of threads and kernel."""
         assert self.slots is not None
         if not self.fast:
             return Sharing("turns", "fast=False")
         how = tuple(str(config._attn_implementation) for config in self._configs)
         threads = 0 if self.several else torch.get_num_threads()  # ranks ask together, whatever the threads of each
-        key = (how, self.precision.compute, threads)
+        key = (how, self.precision.compute, threads, kernel())
         if key not in self._sharing:
             autocast = functools.partial(self.precision.autocast, self.device)
             with self.slots.activate(BASE):  # it may be asked in the middle of a tenant's call
