@@ -35,7 +35,7 @@ BOUND, SAME, WARM = 15.0, 1e-5, 10
 
 
 def rows() -> list[Any]:
-    return random_rows([32] * 8, vocabulary=250)
+    return random_rows([32] * 8, vocabulary=250, masked=0.0)
 
 
 def ready(model_id: str, **where: Any) -> Any:
@@ -78,7 +78,7 @@ def two_workers(model_id: str, count: int) -> tuple[list[tuple[float, float]], l
     """Steps of two processes without Ray, then Ray's, then without Ray again."""
 
     def without() -> list[tuple[float, float]]:
-        """Milliseconds of the first process, and the mean of both losses: their rows have as many tokens."""
+        """Milliseconds of the first process, and the mean of both losses: they have as many tokens."""
         both = ranks.run(WithoutRay, "steps", 2, {"model_id": model_id, "count": count // 2})
         return [(ms, (loss + other) / 2) for (ms, loss), (_, other) in zip(*both, strict=True)]
 
