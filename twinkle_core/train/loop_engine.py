@@ -16,7 +16,7 @@ from twinkle_core.mesh import DeviceMesh
 from twinkle_core.ops.sharded import local
 from twinkle_core.train import optim, prepare
 from twinkle_core.train.session import Session
-from twinkle_core.train.together import meet
+from twinkle_core.train.together import check_shared, meet
 from twinkle_core.types import InputFeature
 
 
@@ -80,6 +80,8 @@ class LoopEngine(Engine):
 
     # ------------------------------------------------------------------------------------------------ computing
 
+    _given = 0  # the fingerprint of rows that are being prepared
+
     def prepare(
         self,
         session: Session,
@@ -89,6 +91,8 @@ class LoopEngine(Engine):
         loss_args: Mapping[str, Any] | None = None,
     ) -> list[Batch]:
         assert session.processor is not None  # core resolves what falls back to the base before it calls an engine
+        several = self.mesh.world_size > self.mesh.data_world_size  # ranks on one share of the rows
+        self._given = prepare.fingerprint(rows, micro_batch_size) if several else 0
         made = prepare.prepare(
             rows,
             device=self.device,
@@ -100,8 +104,14 @@ class LoopEngine(Engine):
         return prepare.fill(made, self.most(len(made)), rows, session.processor, self.device)
 
     def most(self, count: int) -> int:
-        """How many micro-batches each data rank makes, where this one has ``count``: as the one with most. Ranks meet."""
-        return int(max(meet(self, count)))
+        """How many micro-batches each data rank makes, where this one has ``count``: as the one with most. Ranks meet.
+
+        Raises:
+            RanksApart: ranks that compute together on one share of the rows were given different ones.
+        """
+        told = [divmod(int(each), 2**20) for each in meet(self, self._given * 2**20 + count)]  # exact in float64
+        check_shared(self.mesh, [given for given, _ in told])
+        return max(count for _, count in told)
 
     def run_schedule(
         self,

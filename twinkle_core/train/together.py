@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,7 @@ from twinkle_core.contracts.engine import Engine
 from twinkle_core.errors import FailedElsewhere, RankLeft, RanksApart, TwinkleError
 from twinkle_core.errors.adapters import whose
 from twinkle_core.isolation import describe
+from twinkle_core.mesh import DeviceMesh
 
 #: what a rank raises of another one: of its number and of what it said
 Failure = Callable[[int, str], Exception]
@@ -87,6 +88,23 @@ def meet(
         if other is not None:
             raise failure(rank, other) if failure is not None else FailedElsewhere(verb, rank, other)
     raise RanksApart.differently([verb + more for verb, more, _ in words])
+
+
+def check_shared(mesh: DeviceMesh, given: Sequence[int]) -> None:
+    """Raise if ranks that compute together on one share of the rows were given different ones.
+
+    Args:
+        given: of each rank, a number that says what.
+
+    Raises:
+        RanksApart
+    """
+    shares: dict[int, list[int]] = {}
+    for rank in range(mesh.world_size):
+        shares.setdefault(mesh.at(rank).data_rank, []).append(rank)
+    for share, ranks in shares.items():
+        if len({given[rank] for rank in ranks}) > 1:
+            raise RanksApart.rows(share, ranks)
 
 
 def _tell(engine: Engine, why: str) -> None:

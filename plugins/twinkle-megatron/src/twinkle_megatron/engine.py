@@ -20,13 +20,12 @@ from twinkle_core.patches.heads import NO_POOLING, pooling_of
 from twinkle_core.train.loop_engine import evaluating
 from twinkle_core.train.normalise import as_scalar
 from twinkle_core.train.session import Session
-from twinkle_core.train.together import meet
 from twinkle_core.types import InputFeature, ModelOutput
 from twinkle_megatron.buffers import BufferEngine
 from twinkle_megatron.cpu.runtime import computes
 from twinkle_megatron.draws import Draws
 from twinkle_megatron.failing import Guarded
-from twinkle_megatron.inputs import Laid, check_shared, fingerprint, lay, planned, size_of
+from twinkle_megatron.inputs import Laid, lay, planned, size_of
 from twinkle_megatron.load import Built
 from twinkle_megatron.logps import Tempered, Vocabulary, for_all, for_vocabulary, gather_sequence
 from twinkle_megatron.parallel import GROUPS, Layout
@@ -49,7 +48,6 @@ class MegatronEngine(BufferEngine):
     collective = True
     user: Any = None  # holds Megatron's groups as long as the engine lives
     draws: Draws  # what dropout is drawn from
-    _given = 0  # the fingerprint of rows that are being prepared
 
     def __init__(
         self,
@@ -94,16 +92,12 @@ class MegatronEngine(BufferEngine):
         loss_args: Mapping[str, Any] | None = None,
     ) -> list[Batch]:
         """See ``Engine.prepare``; ids beyond the vocabulary and rows that can't be laid out are refused on the CPU."""
-        self._given = fingerprint(rows, micro_batch_size)
         session, rows = planned(session, rows, self.built.vocabulary, self.layout)
         return super().prepare(session, rows, micro_batch_size=micro_batch_size, loss_args=loss_args)
 
     def most(self, count: int) -> int:
-        """As many as the data rank with most has; the ranks of one share must have the same. Interleaved chunks take
-        micro-batches by the number of stages: what lacks is filled up with rows without labels."""
-        told = [divmod(int(each), 2**32) for each in meet(self, count * 2**32 + self._given)]  # exact in float64
-        check_shared(self.mesh, [given for _, given in told])
-        most = max(count for count, _ in told)
+        """Interleaved chunks take micro-batches by the number of stages: what lacks is filled up with rows without labels."""
+        most = super().most(count)
         return -(-most // self.layout.pp) * self.layout.pp if self.layout.vpp > 1 else most
 
     def _check(self, needs: frozenset[str], task: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,8 +14,7 @@ from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from twinkle_core.contracts.processor import Processor
-from twinkle_core.errors import BadInputs, RanksApart
-from twinkle_core.mesh import DeviceMesh
+from twinkle_core.errors import BadInputs
 from twinkle_core.processors.input import AroundProcessor
 from twinkle_core.train.session import Session
 from twinkle_core.types import IGNORE_INDEX, InputFeature
@@ -51,39 +49,6 @@ def planned(session: Session, rows: Any, vocabulary: int, layout: Layout) -> tup
     assert own is not None
     session.processor = Planned(own, vocabulary, layout)
     return session, rows
-
-
-def fingerprint(rows: Any, micro_batch_size: int | None) -> int:
-    """A number below 2**32 by which ranks tell whether they were given the same ids and labels, to be cut alike. What lies on a
-    device is left out: to look at it would wait for it."""
-    found = zlib.crc32(repr(micro_batch_size).encode())
-    for row in [rows] if isinstance(rows, Mapping) else rows:
-        for field in ("input_ids", "labels"):
-            found = zlib.crc32(_content(row.get(field)), found)
-    return found
-
-
-def _content(value: Any) -> bytes:
-    if isinstance(value, torch.Tensor):
-        value = value.detach().contiguous().flatten().view(torch.uint8).numpy() if value.device.type == "cpu" else None
-    return value.tobytes() if hasattr(value, "tobytes") else repr(value).encode()
-
-
-def check_shared(mesh: DeviceMesh, given: Sequence[int]) -> None:
-    """Raise if ranks that compute together on one share of the rows were given different ones.
-
-    Args:
-        given: the fingerprint of each rank.
-
-    Raises:
-        RanksApart
-    """
-    shares: dict[int, list[int]] = {}
-    for rank in range(len(given)):
-        shares.setdefault(mesh.coordinates(rank)["dp"], []).append(rank)
-    for share, ranks in shares.items():
-        if len({given[rank] for rank in ranks}) > 1:
-            raise RanksApart.rows(share, ranks)
 
 
 def plan(batch: Mapping[str, Any], vocabulary: int, layout: Layout) -> InputFeature:

@@ -194,10 +194,11 @@ def test_tensor_parts_on_two_times_two_ranks():
 @pytest.mark.slow
 def test_what_ranks_hold_between_layers():
     """Norms in layers see half of the tokens, those beside heads all; a model that needs whole rows there is refused; texts
-    are generated as without."""
+    are generated as without. Ranks that share their rows say so when they were given different ones."""
     for found in ranks.run(Verbs, "between_layers", 2, {}, timeout=240):
         assert found["seen"] == {"input_layernorm": 4, "q_norm": 7 + 1, "norm": 8}
         assert found["texts"] == found["texts alone"]
+        assert "ranks 0, 1 compute together on share 0 of the rows, and were given different rows" in found["rows apart"]
         assert "with parts of rows between its layers its outputs differ" in found["mixes"]
         assert "leave sequence_parallel off" in found["mixes"] and found["same"]
 

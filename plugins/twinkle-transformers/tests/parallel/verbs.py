@@ -107,9 +107,14 @@ class Verbs:
         two = (built, model({"tp_size": world_size}, "normed"))
         found = {"texts": [m.generate(rows, return_rows=True, max_new_tokens=3)[0]["input_ids"] for m in two]}
         found["texts"], found["texts alone"] = found["texts"]
+        built.set_optimizer("sgd", lr=0.1)
+        try:
+            built.forward_backward(random_rows([7], vocabulary=250, seed=rank))
+            found["rows apart"] = "nothing"
+        except TwinkleError as error:
+            found["rows apart"] = str(error)
         block = built.module.model.layers[0]
         watched = {"input_layernorm": block.input_layernorm, "q_norm": block.self_attn.q_norm, "norm": built.module.model.norm}
-        built.set_optimizer("sgd", lr=0.1)
         for again in (False, True):  # what is asked of the model once is over
             for name, module in watched.items() if again else ():
                 module.register_forward_hook(lambda m, args, y, name=name: seen.update({name: args[0].shape[1]}))
