@@ -108,7 +108,7 @@ class OneOfTwoRanks(ToyEngine):
         super().__init__(module)
         self.peer, self.peer_gradients = list(peer), list(peer_gradients)
 
-    def most(self, count: int) -> int:
+    def most(self, count: int, given: int) -> int:
         return count
 
     def gather_numbers(self, numbers: Sequence[float | torch.Tensor]) -> list[list[float]]:

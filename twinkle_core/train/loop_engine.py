@@ -80,8 +80,6 @@ class LoopEngine(Engine):
 
     # ------------------------------------------------------------------------------------------------ computing
 
-    _given = 0  # the fingerprint of rows that are being prepared
-
     def prepare(
         self,
         session: Session,
@@ -92,7 +90,7 @@ class LoopEngine(Engine):
     ) -> list[Batch]:
         assert session.processor is not None  # core resolves what falls back to the base before it calls an engine
         several = self.mesh.world_size > self.mesh.data_world_size  # ranks on one share of the rows
-        self._given = prepare.fingerprint(rows, micro_batch_size) if several else 0
+        given = prepare.fingerprint(rows, micro_batch_size) if several else 0
         made = prepare.prepare(
             rows,
             device=self.device,
@@ -101,16 +99,19 @@ class LoopEngine(Engine):
             micro_batch_size=micro_batch_size,
             loss_args=loss_args,
         )  # before ranks meet: rows that can't be used are told there
-        return prepare.fill(made, self.most(len(made)), rows, session.processor, self.device)
+        return prepare.fill(made, self.most(len(made), given), rows, session.processor, self.device)
 
-    def most(self, count: int) -> int:
+    def most(self, count: int, given: int) -> int:
         """How many micro-batches each data rank makes, where this one has ``count``: as the one with most. Ranks meet.
+
+        Args:
+            given: the fingerprint of the rows, the same on all ranks that compute together on one share of them.
 
         Raises:
             RanksApart: ranks that compute together on one share of the rows were given different ones.
         """
-        told = [divmod(int(each), 2**20) for each in meet(self, self._given * 2**20 + count)]  # exact in float64
-        check_shared(self.mesh, [given for given, _ in told])
+        told = [divmod(int(each), 2**20) for each in meet(self, given * 2**20 + count)]  # exact in float64
+        check_shared(self.mesh, [theirs for theirs, _ in told])
         return max(count for _, count in told)
 
     def run_schedule(

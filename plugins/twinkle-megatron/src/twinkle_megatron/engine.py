@@ -95,9 +95,9 @@ class MegatronEngine(BufferEngine):
         session, rows = planned(session, rows, self.built.vocabulary, self.layout)
         return super().prepare(session, rows, micro_batch_size=micro_batch_size, loss_args=loss_args)
 
-    def most(self, count: int) -> int:
+    def most(self, count: int, given: int) -> int:
         """Interleaved chunks take micro-batches by the number of stages: what lacks is filled up with rows without labels."""
-        most = super().most(count)
+        most = super().most(count, given)
         return -(-most // self.layout.pp) * self.layout.pp if self.layout.vpp > 1 else most
 
     def _check(self, needs: frozenset[str], task: str) -> None:

@@ -153,8 +153,8 @@ class SlotEngine(TransformersEngine):
         finally:
             self._by_itself = False
 
-    def most(self, count: int) -> int:
-        return max(count, 1) if self._by_itself else super().most(count)
+    def most(self, count: int, given: int) -> int:
+        return max(count, 1) if self._by_itself else super().most(count, given)
 
     def tell(self, what: Any) -> Any:
         """What rank 0 gives, on all ranks."""
