@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
 from ray import cloudpickle
 from ray.exceptions import NodeDiedError, OutOfMemoryError, RayActorError, RayError, RayTaskError, WorkerCrashedError
 
-from twinkle_core.errors import FailedElsewhere, GroupEnded, WorkerDied
+from twinkle_core.errors import FailedElsewhere, GroupEnded, NotSent, WorkerDied
+from twinkle_core.isolation import attempt
 from twinkle_core.runtime.calls import Answer, Call, Held
 from twinkle_core.runtime.proxy import Home
 from twinkle_ray.worker import Place, here
@@ -127,6 +130,29 @@ class Group:
         return error
 
 
+def _named(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], beside: str) -> dict[str, Any]:
+    """Arguments by the names of a function's parameters; by their numbers where these are not known."""
+    known = [name for name in inspect.signature(function).parameters if name != beside] if callable(function) else []
+    names = [*known[: len(args)], *(f"argument {i + 1}" for i in range(len(known), len(args)))]
+    return {**dict(zip(names, args, strict=True)), **kwargs}
+
+
+def _pack(what: Any, function: str, named: Mapping[str, Any]) -> bytes:
+    """What a call is, as bytes.
+
+    Raises:
+        NotSent: one of its arguments can't be pickled.
+    """
+    done = attempt(lambda: cloudpickle.dumps(what))
+    if done.value is not None:
+        return bytes(done.value)
+    for name, value in named.items():
+        own = attempt(functools.partial(cloudpickle.dumps, value))
+        if own.error is not None:
+            raise NotSent(function, name, type(value).__name__, own.why) from own.error
+    raise NotSent(function, "something", type(what).__name__, done.why) from done.error
+
+
 def _cause(error: RayError) -> BaseException:
     cause = error.cause if isinstance(error, RayTaskError) else None
     return cause if isinstance(cause, BaseException) else error
@@ -148,7 +174,8 @@ class RayHome(Home):
 
     def build(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, type]:
         """Construct the object. Returns its attributes whose classes may live on workers."""
-        packed = cloudpickle.dumps((self.key, self.owner, args, kwargs))
+        named = _named(self.owner, args, kwargs, "")
+        packed = _pack((self.key, self.owner, args, kwargs), f"{self.owner.__name__}(...)", named)
         answers = self.group.ask("build", [(packed,)] * len(self.shares), f"{self.owner.__name__}(...)")
         weakref.finalize(self, self.group.tell, "drop", range(len(self.shares)), self.key)
         return answers[0].value  # type: ignore[no-any-return]
@@ -157,10 +184,14 @@ class RayHome(Home):
         packed: dict[int, Any] = {}
         for call in calls:
             if id(call) not in packed:
-                data = cloudpickle.dumps(call)
+                data = self._packed(call)
                 many = sum(other is call for other in calls) > 1
                 packed[id(call)] = ray.put(data) if many and len(data) > LARGE else data
         return self.group.ask("call", [(packed[id(call)],) for call in calls], f"{calls[0].method.shown}()")
+
+    def _packed(self, call: Call) -> bytes:
+        verb = getattr(self.owner, call.method.name, None) if not call.method.path else None
+        return _pack(call, f"{call.method.shown}()", _named(verb, call.args, call.kwargs, "self"))
 
     def fetch(self, worker: int, held: Held) -> Any:
         (answer,) = self.group.ask("next", [(held.number,)], f"iteration over {self.owner.__name__}", worker)
