@@ -128,6 +128,16 @@ class NotSent(TwinkleError, TypeError):
             f"    Give what it is made of (a path, a name, a function of its own), and make it there"
         )
 
+    @classmethod
+    def answer(cls, function: str, why: str) -> NotSent:
+        """The same of what a worker has made."""
+        made = cls.__new__(cls)
+        made.args = (
+            f"{function} has done its work, and what it gives can't be sent: {shown(why, WHY)}\n"
+            f"    Give numbers, texts, tensors, or lists and dicts of them; what else it makes can stay with the object",
+        )
+        return made
+
 
 class NotCollected(TwinkleError, TypeError):
     """Answers that can't be brought together as was declared."""

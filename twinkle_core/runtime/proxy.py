@@ -227,14 +227,21 @@ class Remote:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") and name.endswith("__"):  # what Python itself asks for is told as Python tells it
             raise AttributeError(name)
-        there = [known for known in declared(self._of) if not known.startswith("_")]
-        raise NotRemote(f"this {self._of.__name__}", name, closest(name, there), sorted(there))
+        raise _not_there(self._of, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise _not_there(self._of, name)  # it would stay here, and the workers know nothing of it
 
     def __repr__(self) -> str:
         return f"<{self._of.__name__} on {self._home.where}>"
 
     def __reduce__(self) -> tuple[Any, ...]:
         return self._home.reference(self._path)
+
+
+def _not_there(cls: type, name: str) -> NotRemote:
+    there = [known for known in declared(cls) if not known.startswith("_")]
+    return NotRemote(f"this {cls.__name__}", name, closest(name, there), sorted(there))
 
 
 def proxy(cls: type, home: Home, path: str = "", managers: Mapping[str, type] | None = None) -> Any:
@@ -246,9 +253,8 @@ def proxy(cls: type, home: Home, path: str = "", managers: Mapping[str, type] | 
         managers: attributes of it that are proxies themselves, with their classes.
     """
     made = _class_of(cls)()
-    made._home, made._path = home, path
-    for name, kind in (managers or {}).items():
-        setattr(made, name, proxy(kind, home, f"{path}.{name}".lstrip(".")))
+    parts = {name: proxy(kind, home, f"{path}.{name}".lstrip(".")) for name, kind in (managers or {}).items()}
+    vars(made).update(_home=home, _path=path, **parts)
     return made
 
 

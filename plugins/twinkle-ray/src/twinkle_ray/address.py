@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import re
 import socket
@@ -9,7 +10,7 @@ import socket
 import ray
 
 from twinkle_core.errors import NoCluster
-from twinkle_core.isolation import describe
+from twinkle_core.isolation import attempt, describe
 
 #: seconds until a host that does not answer counts as gone
 CONNECT = 2.0
@@ -28,6 +29,9 @@ def connect(address: str, *, encrypted: bool = False) -> None:
         NoCluster
     """
     check(address, encrypted=encrypted)
+    # Ray imports this when the process ends. Where Ctrl-C ended it, Python forgets that meanwhile, and the status is 1 in place
+    # of a signal's (130 to a shell)
+    attempt(lambda: importlib.import_module("ray.dag.compiled_dag_node"))
     try:
         ray.init(logging_level=logging.WARNING)
     except (ConnectionError, ValueError) as error:
