@@ -65,8 +65,8 @@ class Child:
 class Counter:
     """What each worker saw."""
 
-    def __init__(self, factor=1, *, device_mesh=None, fail=False):
-        if fail:
+    def __init__(self, factor=1, *, device_mesh=None, fail=False, fail_on=None):
+        if fail or settings.rank() == fail_on:
             raise ValueError("not today")
         self.rank, self.factor, self.seen = settings.rank(), factor, None
         self.child = Child(self)
