@@ -153,6 +153,7 @@ entry(e.NotInitialized("TransformersModel", "actor"))
 # ---------------------------------------------------------------------------------------------------- workers elsewhere
 
 entry(e.NoGroups("ray"), way="Say which workers there are, as the text shows.")
+entry(e.NoCluster("10.0.0.5:6379", "ConnectionRefusedError: [Errno 111] Connection refused"))
 entry(e.DriverIsRank("ray", 2))
 entry(e.SameGroup("actor"), way="Give each a name of its own.")
 entry(e.UnknownGroup("actr", "actor", ["actor", "reference"]))
@@ -185,6 +186,10 @@ entry(
     way="Call what is declared; or declare the method in a class of your own, with `@remote_function`.",
 )
 entry(e.NotCut("score", "int"))
+entry(
+    e.NotSent("set_loss()", "loss_cls", "function", "TypeError: cannot pickle '_io.TextIOWrapper' instances"),
+    why="Arguments travel pickled, a lambda too, with all that it refers to. A file or a lock that is open here is in none.",
+)
 entry(e.BadDispatch("score", "[(1,)]", 2))
 entry(
     e.NotCollected("score", "flatten", "TypeError: 'int' object is not iterable"),

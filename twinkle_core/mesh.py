@@ -198,13 +198,16 @@ class DeviceGroup:
     cpus_per_worker: int = 1
 
     def __post_init__(self) -> None:
-        if not self.name:
-            raise BadMesh.group("name", self.name, "give it a name")
+        for field_name, what in (("name", "give it a name"), ("device_type", "'GPU', 'CPU', or what else the runtime counts")):
+            if not isinstance(getattr(self, field_name), str) or not getattr(self, field_name):
+                raise BadMesh.group(field_name, getattr(self, field_name), what)
         for field_name in ("gpus_per_worker", "cpus_per_worker"):
             size = getattr(self, field_name)
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise BadMesh.group(field_name, size, "a whole number from 1 up")
-        members = self.members
+        listed = [self.ranks] if isinstance(self.ranks, int) else self.ranks
+        numbers = isinstance(listed, Sequence) and all(type(each) is int for each in listed)
+        members = self.members if numbers else []
         if not members or min(members) < 0 or len(set(members)) != len(members):
             raise BadMesh.group("ranks", self.ranks, "a positive number, or a list of different ranks")
 

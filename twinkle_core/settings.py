@@ -178,3 +178,13 @@ def wait_passively() -> None:
 def offline() -> bool:
     """HF_HUB_OFFLINE, which Hugging Face's own libraries obey; ms:// obeys it here too."""
     return os.environ.get("HF_HUB_OFFLINE", "").strip().lower() in _YES
+
+
+def ray_address() -> str:
+    """RAY_ADDRESS, which Ray connects to; '' without it."""
+    return os.environ.get("RAY_ADDRESS", "")
+
+
+def ray_encrypts() -> bool:
+    """RAY_USE_TLS: whether Ray's processes speak TLS to one another."""
+    return os.environ.get("RAY_USE_TLS", "").strip().lower() in _YES

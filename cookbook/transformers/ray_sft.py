@@ -24,14 +24,14 @@ SAVE = 10  # each so many steps
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--model", default="hf://HuggingFaceTB/SmolLM2-135M-Instruct", help="ms://…, hf://… or a folder")
-    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--workers", type=int, default=2, help="how many, each of which is a rank")
     parser.add_argument("--device", default="CPU", help="CPU, GPU, …: of each worker one")
     parser.add_argument("--fsdp", type=int, default=1, help="over how many workers the weights lie apart")
     parser.add_argument("--output", default="output/ray", help="a folder that the workers see too")
-    parser.add_argument("--resume", metavar="FOLDER")
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--resume", metavar="FOLDER", help="a checkpoint to go on from")
+    parser.add_argument("--steps", type=int, default=20, help="updates in all, those before --resume included")
     args = parser.parse_args()
 
     mesh = DeviceMesh.from_sizes(world_size=args.workers, fsdp_size=args.fsdp)

@@ -96,3 +96,13 @@ def test_a_group_without_members_or_with_one_twice_is_refused(ranks):
     with pytest.raises(BadMesh, match="ranks"):
         DeviceGroup("actor", ranks)
     assert DeviceGroup("actor", 2).members == [0, 1]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"name": 3}, {"name": ""}, {"device_type": None}, {"ranks": "2"}, {"ranks": 2.0}, {"ranks": True}, {"ranks": [1, "x"]}],
+)
+def test_what_is_no_group_is_told_by_its_name(wrong):
+    ((name, _),) = wrong.items()
+    with pytest.raises(BadMesh, match=f"DeviceGroup\\({name}="):
+        DeviceGroup(**{"name": "actor", "ranks": 2, **wrong})

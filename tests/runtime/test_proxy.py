@@ -144,7 +144,54 @@ def test_outputs_are_joined_by_row_and_by_token():
 def test_every_verb_of_a_model_is_declared():
     verbs = {name for name in vars(TwinkleModel) if not name.startswith("_") and callable(getattr(TwinkleModel, name))}
     assert verbs - {"share"} == set(declared(TwinkleModel))
-    assert len(declared(TwinkleModel)) == 28
+    assert len(declared(TwinkleModel)) == 29
+
+
+@remote_class()
+class Scores:
+    """Adapters ``a`` (rows in pairs) and ``b``, which ``0`` and ``1`` mean too."""
+
+    def __init__(self):
+        self.seen = []
+
+    @remote_function(dispatch="slice_each", collect="loss_each")
+    def add(self, rows, **given):
+        self.seen.append((rows, given))
+        return {name: (float(sum(own)), float(len(own))) for name, own in rows.items()}
+
+    @remote_function(dispatch="all", execute="first", collect="first")
+    def groupings(self, names):
+        pairs = {"a": lambda rows: [2] * (len(rows) // 2), "b": None}
+        known = {name: "a" if name in ("a", "0") else "b" for name in names if name in ("a", "b", "0", "1")}
+        return {name: (whose, pairs[whose], False) for name, whose in known.items()}
+
+    @property
+    @remote_function(dispatch="all", collect="none")
+    def history(self):
+        return self.seen
+
+
+def test_rows_of_several_adapters_are_divided_by_the_rules_of_each():
+    home = Here(Scores, [0, 0, 1])  # the first two are peers
+    scores = proxy(Scores, home)
+    given = {"w": [1, 2, 3], "by": {"0": [1, 2, 3, 4, 5, 6], "b": "x"}, "scale": 2.0, "options": {"c": [1, 2, 3]}}
+    assert scores.add({"a": [1, 2, 3, 4, 5, 6], "1": [7, 8, 9]}, **given) == {"a": 3.5, "1": 8.0}
+    first, peer, last = (seen[0] for seen in scores.history)
+    beside = {"scale": 2.0, "options": {"c": [1, 2, 3]}}
+    assert (
+        first
+        == peer
+        == (
+            {"a": [1, 2, 3, 4], "1": [7, 8]},
+            {"w": {"a": [1, 2, 3], "1": [1, 2]}, "by": {"0": [1, 2, 3, 4], "b": "x"}, **beside},
+        )
+    )
+    assert last == ({"a": [5, 6], "1": [9]}, {"w": {"a": [1, 2, 3], "1": [3]}, "by": {"0": [5, 6], "b": "x"}, **beside})
+    assert scores.add(rows={"b": [4]}) == {"b": 4.0}
+    assert [seen[1] for seen in scores.history] == [({"b": [4]}, {}), ({"b": [4]}, {}), ({"b": []}, {})]
+    for unknown in ({"a": [1], "c": [2]}, {"a": [1], 5: [2]}, {}):  # the method says what is wrong
+        scores.add(unknown)
+        assert [seen[-1][0] for seen in scores.history] == [unknown] * 3
 
 
 def test_a_constructor_keeps_its_signature_and_takes_a_group():

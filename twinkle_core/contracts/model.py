@@ -6,12 +6,13 @@ travels as (sum, weight) and a metric as state, so that collecting is never a me
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from twinkle_core.errors import Unsupported
+from twinkle_core.errors import UnknownAdapter, Unsupported
 from twinkle_core.runtime.dispatch import remote_function
 from twinkle_core.types import InputFeature, ModelOutput, Trajectory
 
@@ -253,6 +254,17 @@ class TwinkleModel(ABC):
             is by itself); whether rows are padded on the left.
         """
         return adapter_name or "", None, False
+
+    @remote_function(dispatch="all", execute="first", collect="first")
+    def groupings(
+        self, adapter_names: Sequence[str]
+    ) -> dict[str, tuple[str, Callable[[Sequence[InputFeature]], Sequence[int]] | None, bool]]:
+        """``grouping`` of several adapters, by the names that were given; those that nobody has are left out."""
+        found = {}
+        for name in adapter_names:
+            with contextlib.suppress(UnknownAdapter):
+                found[name] = self.grouping(adapter_name=name)
+        return found
 
     def share(self, collect: str, answer: Any, *, adapter_name: str | None = None) -> Any:
         """What a verb has just answered on this data rank, in a form that is exact when those of several are brought together.

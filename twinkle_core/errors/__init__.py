@@ -107,10 +107,12 @@ from twinkle_core.errors.remote import ElsewhereObject as ElsewhereObject
 from twinkle_core.errors.remote import GroupEnded as GroupEnded
 from twinkle_core.errors.remote import GroupMesh as GroupMesh
 from twinkle_core.errors.remote import GroupTooLarge as GroupTooLarge
+from twinkle_core.errors.remote import NoCluster as NoCluster
 from twinkle_core.errors.remote import NoGroups as NoGroups
 from twinkle_core.errors.remote import NotCollected as NotCollected
 from twinkle_core.errors.remote import NotCut as NotCut
 from twinkle_core.errors.remote import NotRemote as NotRemote
+from twinkle_core.errors.remote import NotSent as NotSent
 from twinkle_core.errors.remote import SameGroup as SameGroup
 from twinkle_core.errors.remote import UnknownGroup as UnknownGroup
 from twinkle_core.errors.remote import WorkerDied as WorkerDied

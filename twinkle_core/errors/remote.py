@@ -14,6 +14,16 @@ class NoGroups(TwinkleError, ValueError):
         super().__init__(f"mode='{mode}' needs workers: initialize(mode='{mode}', groups=[DeviceGroup('actor', 2), ...])")
 
 
+class NoCluster(TwinkleError, ConnectionError):
+    """An address at which no cluster answers."""
+
+    def __init__(self, address: str, why: str) -> None:
+        super().__init__(
+            f"RAY_ADDRESS is '{shown(address)}', and no Ray cluster answers there: {shown(why, WHY)}.\n"
+            f"    Start it (ray start --head), or correct the address; without RAY_ADDRESS Ray is started on this machine"
+        )
+
+
 class DriverIsRank(TwinkleError, RuntimeError):
     """A runtime that starts workers, in each of torchrun's processes."""
 
@@ -107,6 +117,26 @@ class BadDispatch(TwinkleError, ValueError):
         super().__init__(
             f"dispatch of {function}() gave {shown(got)}; it must give {workers} pair(s) (args, kwargs), one a worker"
         )
+
+
+class NotSent(TwinkleError, TypeError):
+    """An argument that can't travel to workers."""
+
+    def __init__(self, function: str, argument: str, kind: str, why: str) -> None:
+        super().__init__(
+            f"{function}: {argument}, a {shown(kind)}, can't be sent to workers: {shown(why, WHY)}\n"
+            f"    Give what it is made of (a path, a name, a function of its own), and make it there"
+        )
+
+    @classmethod
+    def answer(cls, function: str, why: str) -> NotSent:
+        """The same of what a worker has made."""
+        made = cls.__new__(cls)
+        made.args = (
+            f"{function} has done its work, and what it gives can't be sent: {shown(why, WHY)}\n"
+            f"    Give numbers, texts, tensors, or lists and dicts of them; what else it makes can stay with the object",
+        )
+        return made
 
 
 class NotCollected(TwinkleError, TypeError):

@@ -172,18 +172,25 @@ class NoLabels(TemplateError):
 
 
 class BadRow(TwinkleError, ValueError):
-    """An encoded row that can't be collated. ``row``: its number, where it is one row's fault."""
+    """An encoded row that can't be collated. ``row``: its number, where it is one row's fault; ``adapter``: whose it is, where
+    rows of several were given."""
+
+    adapter: str | None = None
 
     def __init__(self, text: str, row: int | None = None) -> None:
         super().__init__(text if row is None else f"row {row}{text}")
         self.text, self.row = text, row
 
     def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self.text, self.row)
+        return type(self), (self.text, self.row), self.__dict__
 
     def moved(self, by: int) -> BadRow:
         """The same of a row that has so many others before it."""
-        return self if self.row is None else type(self)(self.text, self.row + by)
+        if self.row is None or not by:
+            return self
+        made = type(self)(self.text, self.row + by)
+        made.__dict__.update({**self.__dict__, "row": made.row})
+        return made
 
     @classmethod
     def no_rows(cls) -> BadRow:

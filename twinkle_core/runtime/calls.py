@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,7 +33,7 @@ class Context:
 @dataclass(frozen=True, slots=True)
 class Call:
     """One call, as one worker gets it. ``collect``: a declared way, or ``each``; ``wanted``: whether its answer is read;
-    ``first``: the number of its first row among those of the caller."""
+    ``first``: the number of its first row among those of the caller; of rows of several adapters, by name."""
 
     method: Method
     args: tuple[Any, ...]
@@ -40,7 +41,11 @@ class Call:
     contexts: tuple[Context, ...] = ()
     collect: str = "each"
     wanted: bool = True
-    first: int = 0
+    first: int | Mapping[str, int] = 0
+
+    def before(self, adapter: str | None) -> int:
+        """How many of the caller's rows come before the first of this call; where it has several adapters', of this one's."""
+        return self.first if isinstance(self.first, int) else self.first.get(adapter or "", 0)
 
 
 @dataclass(slots=True)

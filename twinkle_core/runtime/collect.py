@@ -36,11 +36,18 @@ def together(function: str, how: str | Callable[..., Any], answers: Sequence[Any
             counted = [(answer, weight) for answer, weight in zip(answers, weights, strict=True) if weight]
             return _weighted([a for a, _ in counted], [w for _, w in counted], sum(weights))
         if how == "loss":
-            total, weight = (sum(part[i] for part in answers) for i in (0, 1))
-            return float(total / weight if weight else total)
+            return _loss(answers)
+        if how == "loss_each":
+            return {name: _loss([answer[name] for answer in answers]) for name in answers[0]}
         return _rows([part for part, w in zip(answers, weights, strict=True) if w], [w for w in weights if w])
     except (TypeError, ValueError, LookupError, AttributeError) as error:
         raise NotCollected(function, how, f"{type(error).__name__}: {error}") from error
+
+
+def _loss(parts: Sequence[Any]) -> float:
+    """The mean of (sum, weight) of each data rank."""
+    total, weight = (sum(part[i] for part in parts) for i in (0, 1))
+    return float(total / weight if weight else total)
 
 
 def _weighted(values: Sequence[Any], weights: Sequence[int], total: float) -> Any:

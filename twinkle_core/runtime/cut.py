@@ -110,3 +110,57 @@ def _lengths(rows: Any) -> tuple[int, ...]:
     if isinstance(rows, (list, tuple)) and all(isinstance(row, Mapping) and "input_ids" in row for row in rows):
         return tuple(len(row["input_ids"]) for row in rows)
     return ()
+
+
+#: what is told of an adapter: its name, how its rows are grouped, and whether they are padded on the left
+Told = tuple[str, Grouping | None, bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Each:
+    """How rows of several adapters were divided over so many ``shares``.
+
+    ``cuts``: by the name that was given with the rows; ``names``: whose each name is that was given anywhere.
+    """
+
+    cuts: Mapping[str, Cut]
+    names: Mapping[str, str]
+    shares: int
+
+    def beside(self, value: Any) -> list[Any]:
+        """Another argument. Of one that names adapters each adapter's part is divided as its rows are. Any other is meant for
+        all of them: where it has an entry for each row of one of them, each gets its own part."""
+        if isinstance(value, Mapping) and any(isinstance(name, str) and name in self.names for name in value):
+            by = {self.names[name]: how for name, how in self.cuts.items()}
+            parts = {name: self._part(by.get(self.names.get(name, "")), own) for name, own in value.items()}
+        else:
+            parts = {name: how.beside(value) for name, how in self.cuts.items()}
+            if all(part is value for part in itertools.chain.from_iterable(parts.values())):
+                return [value] * self.shares
+        return [{name: own[share] for name, own in parts.items()} for share in range(self.shares)]
+
+    def _part(self, how: Cut | None, value: Any) -> list[Any]:
+        return how.beside(value) if how is not None else [value] * self.shares
+
+    def starts(self, share: int) -> dict[str, int]:
+        """The number of the share's first row, by adapter."""
+        return {self.names[name]: how.ranges[share].start for name, how in self.cuts.items()}
+
+
+def each(function: str, rows: Mapping[str, Any], told: Mapping[str, Told], shares: int) -> tuple[list[dict[str, Any]], Each]:
+    """Rows of several adapters, those of each divided as ``of`` divides them.
+
+    Args:
+        told: of every name among the arguments that an adapter has.
+
+    Raises:
+        NotCut
+    """
+    parts: dict[str, list[Any]] = {}
+    cuts: dict[str, Cut] = {}
+    for name, own in rows.items():
+        _, grouping, left = told[name]
+        whole, cuts[name] = of(function, own, shares, grouping, left=left)
+        parts[name] = cuts[name].rows(whole)
+    names = {name: whose for name, (whose, _, _) in told.items()}
+    return [{name: own[share] for name, own in parts.items()} for share in range(shares)], Each(cuts, names, shares)

@@ -13,11 +13,13 @@ C = TypeVar("C", bound=type)
 
 #: ``slice``: rows are divided over all workers; ``slice_dp``: over data ranks; ``all``: everybody gets the same. ``along``: no
 #: rows of its own, but what is as long as the rows of an earlier call that collects ``rows`` is divided as those were.
-DISPATCH = ("slice", "slice_dp", "all", "along")
+#: ``slice_each``: rows of several adapters, by their names, each divided as ``slice_dp`` divides its own.
+DISPATCH = ("slice", "slice_dp", "slice_each", "all", "along")
 EXECUTE = ("all", "first")
-#: ``loss``: (sum, weight) added, then divided; ``metric``: reduced over ranks by the method itself; ``rows``: joined in row
-#: order; ``context``: a context manager, which is entered around each call that is made inside it.
-COLLECT = ("none", "mean", "sum", "first", "flatten", "loss", "metric", "rows", "context")
+#: ``loss``: (sum, weight) added, then divided; ``loss_each``: the same by name of adapter; ``metric``: reduced over ranks by
+#: the method itself; ``rows``: joined in row order; ``context``: a context manager, which is entered
+#: around each call that is made inside it.
+COLLECT = ("none", "mean", "sum", "first", "flatten", "loss", "loss_each", "metric", "rows", "context")
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from twinkle_core import settings
 from twinkle_core.contracts.runtime import Runtime
-from twinkle_core.errors import AlreadyInitialized, NotInitialized
+from twinkle_core.errors import AlreadyInitialized, BadArgument, NotInitialized
 
 if TYPE_CHECKING:
     from twinkle_core.mesh import DeviceGroup, DeviceMesh
@@ -81,9 +81,11 @@ def initialize(
         lazy_collect: a runtime may delay the collecting of results until they are read.
 
     Raises:
-        AlreadyInitialized: called before with other arguments; shows both. NotInstalled, NeedsLibrary: the runtime is not here.
+        BadArgument: what is no list of groups, no mesh, no number of workers. AlreadyInitialized: called before with other
+        arguments; shows both. NotInstalled, NeedsLibrary: the runtime is not here.
         What the runtime raises where it can't begin: nothing is chosen then.
     """
+    groups = _check(nproc_per_node, groups, global_device_mesh)
     arguments: dict[str, object] = {
         "mode": mode,
         "nproc_per_node": nproc_per_node,
@@ -109,6 +111,25 @@ def initialize(
     )
     seed_everything(seed, full_determinism)
     _state.runtime, _state.arguments = runtime, arguments
+
+
+def _check(nproc_per_node: object, groups: object, mesh: object) -> list[DeviceGroup] | None:
+    """The groups as a list; None where there are none.
+
+    Raises:
+        BadArgument
+    """
+    from twinkle_core.mesh import DeviceGroup, DeviceMesh
+
+    if nproc_per_node is not None and (type(nproc_per_node) is not int or nproc_per_node < 1):
+        raise BadArgument("nproc_per_node", nproc_per_node, "how many workers each machine has, from 1 up")
+    if mesh is not None and not isinstance(mesh, DeviceMesh):
+        raise BadArgument("global_device_mesh", mesh, "a DeviceMesh")
+    if groups is None:
+        return None
+    if not isinstance(groups, Sequence) or not all(isinstance(group, DeviceGroup) for group in groups):
+        raise BadArgument("groups", groups, "a list of DeviceGroup('name', workers)")
+    return list(groups)
 
 
 def seed_everything(seed: int, full_determinism: bool = False) -> None:

@@ -17,8 +17,8 @@ from twinkle_core.runtime import collect, cut
 from twinkle_core.runtime.calls import END, Answer, Call, Context, Held, Itself, Method
 from twinkle_core.runtime.dispatch import RemoteSpec, declared
 
-#: arguments of a call for one worker, and the number of its first row
-Part = tuple[tuple[Any, ...], dict[str, Any], int]
+#: arguments of a call for one worker, and the number of its first row (of each adapter's, by name)
+Part = tuple[tuple[Any, ...], dict[str, Any], int | dict[str, int]]
 #: those of each worker, which workers' answers count, and the rows of each of these
 Parts = tuple[list[Part], list[int], list[int] | None]
 
@@ -120,9 +120,11 @@ class Home(ABC):
             if not fits:
                 raise BadDispatch(method.shown, repr(made), len(workers))
             return [(tuple(own), dict(named), 0) for own, named in made], workers, None
-        counting = self.leads if spec.dispatch == "slice_dp" or spec.collect == "loss" else workers
+        counting = self.leads if spec.dispatch in ("slice_dp", "slice_each") or spec.collect == "loss" else workers
         if spec.dispatch == "along" and (args or kwargs) and len(self.leads) > 1:
             return self._along(args, kwargs), counting, None
+        if spec.dispatch == "slice_each":
+            return self._each(method, args, kwargs, rows), counting, None
         given = bool(args) or rows in kwargs
         if spec.dispatch in ("all", "along") or not given:
             return [(args, kwargs, 0)] * len(workers), counting, None
@@ -163,14 +165,36 @@ class Home(ABC):
             for share in self.shares
         ]
 
-    def _grouping(self, kwargs: Mapping[str, Any]) -> tuple[str, cut.Grouping | None, bool]:
+    def _each(self, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any], rows: str) -> list[Part]:
+        """Rows of several adapters, and what goes beside them. What names no adapter goes to all as it is: they say what is
+        wrong with it."""
+        given, everything = args[0] if args else kwargs.get(rows), [(args, kwargs, 0)] * len(self.shares)
+        ask = declared(self.owner).get("groupings")
+        if ask is None or len(self.leads) == 1 or not isinstance(given, Mapping):
+            return list(everything)
+        others = {key: value for key, value in kwargs.items() if args or key != rows}
+        words = [name for part in (given, *others.values()) if isinstance(part, Mapping) for name in part]
+        names = [name for name in dict.fromkeys(words) if isinstance(name, str)]
+        told: dict[str, cut.Told] = self.call(Method(self.key, "", "groupings"), ask, (names,), {})
+        if not given.keys() <= told.keys():
+            return list(everything)
+        mine, how = cut.each(method.shown, given, told, len(self.leads))
+        beside = {key: how.beside(value) for key, value in others.items()}
+        made: list[Part] = []
+        for share in range(len(self.leads)):
+            own = {key: parts[share] for key, parts in beside.items()}
+            head = (mine[share], *args[1:]) if args else ()
+            made.append((head, own if args else {rows: mine[share], **own}, how.starts(share)))
+        return [made[share] for share in self.shares]
+
+    def _grouping(self, kwargs: Mapping[str, Any]) -> cut.Told:
         """Whose rows a call means, which of them the loss wants together, and whether they are padded on the left. Asked each
         time: a loss may be set at any."""
         ask = declared(self.owner).get("grouping")
         if ask is None or len(self.leads) == 1:
             return "", None, False
         named = {key: kwargs[key] for key in ("adapter_name",) if key in kwargs}
-        found: tuple[str, cut.Grouping | None, bool] = self.call(Method(self.key, "", "grouping"), ask, (), named)
+        found: cut.Told = self.call(Method(self.key, "", "grouping"), ask, (), named)
         return found
 
 
@@ -203,14 +227,21 @@ class Remote:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") and name.endswith("__"):  # what Python itself asks for is told as Python tells it
             raise AttributeError(name)
-        there = [known for known in declared(self._of) if not known.startswith("_")]
-        raise NotRemote(f"this {self._of.__name__}", name, closest(name, there), sorted(there))
+        raise _not_there(self._of, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise _not_there(self._of, name)  # it would stay here, and the workers know nothing of it
 
     def __repr__(self) -> str:
         return f"<{self._of.__name__} on {self._home.where}>"
 
     def __reduce__(self) -> tuple[Any, ...]:
         return self._home.reference(self._path)
+
+
+def _not_there(cls: type, name: str) -> NotRemote:
+    there = [known for known in declared(cls) if not known.startswith("_")]
+    return NotRemote(f"this {cls.__name__}", name, closest(name, there), sorted(there))
 
 
 def proxy(cls: type, home: Home, path: str = "", managers: Mapping[str, type] | None = None) -> Any:
@@ -222,9 +253,8 @@ def proxy(cls: type, home: Home, path: str = "", managers: Mapping[str, type] | 
         managers: attributes of it that are proxies themselves, with their classes.
     """
     made = _class_of(cls)()
-    made._home, made._path = home, path
-    for name, kind in (managers or {}).items():
-        setattr(made, name, proxy(kind, home, f"{path}.{name}".lstrip(".")))
+    parts = {name: proxy(kind, home, f"{path}.{name}".lstrip(".")) for name, kind in (managers or {}).items()}
+    vars(made).update(_home=home, _path=path, **parts)
     return made
 
 

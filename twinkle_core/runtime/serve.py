@@ -74,7 +74,7 @@ class Server:
         """Call a method."""
         got = attempt(unpack)
         call = got.value
-        return self._answer(got) if call is None else self._answer(attempt(lambda: self._value(call)), call.first)
+        return self._answer(got) if call is None else self._answer(attempt(lambda: self._value(call)), call)
 
     def next(self, number: int) -> Answer:
         """The next item of an iterator, or END."""
@@ -93,8 +93,8 @@ class Server:
             if call.collect == "context":
                 return stack.enter_context(found(*call.args, **call.kwargs))
             value = found(*call.args, **call.kwargs) if callable(found) else found
-            if call.collect in ("loss", "rows") and isinstance(target, TwinkleModel):
-                value = target.share(call.collect, value, adapter_name=call.kwargs.get("adapter_name"))
+            if isinstance(target, TwinkleModel):
+                value = _share(target, call, value)
         if value is target:
             return Itself()
         if isinstance(value, Iterator):
@@ -107,17 +107,26 @@ class Server:
     def _bound(self, method: Method) -> Any:
         return getattr(self.object(method.key, method.path), method.name)
 
-    def _answer(self, got: Attempt[Any], first: int = 0) -> Answer:
+    def _answer(self, got: Attempt[Any], call: Call | None = None) -> Answer:
         events = self._noted.taken() if self._noted is not None else []
         if got.error is None:
             return Answer(got.value, events)
         error, trace = got.error, _trace(got.error)
-        if isinstance(error, BadRow) and first:
-            error = error.moved(first)
+        if isinstance(error, BadRow) and call is not None:
+            error = error.moved(call.before(error.adapter))
         sent = attempt(lambda: self._check(error))
         if sent.error is not None or not isinstance(error, Exception):  # one that ends a process is meant for that alone
             error = WorkerFailed(describe(error), sent.why or "it is no Exception")
         return Answer(None, events, error, trace)
+
+
+def _share(model: TwinkleModel, call: Call, value: Any) -> Any:
+    """What a verb answered, in a form that can be brought together with what other data ranks answered."""
+    if call.collect == "loss_each":
+        return {name: model.share("loss", each, adapter_name=name) for name, each in value.items()}
+    if call.collect in ("loss", "rows"):
+        return model.share(call.collect, value, adapter_name=call.kwargs.get("adapter_name"))
+    return value
 
 
 def _trace(error: BaseException) -> str:

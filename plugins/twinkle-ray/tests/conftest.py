@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import ray
+import torch
 
 sys.path.insert(0, str(Path(__file__).parent))  # before Ray starts: its workers import the classes of these tests from here
 
@@ -15,6 +16,12 @@ from twinkle_core.mesh import DeviceGroup
 from twinkle_core.runtime import local
 
 GROUPS = [DeviceGroup(name, ranks, device_type="CPU") for name, ranks in (("actor", 2), ("one", 1))]
+
+
+@pytest.fixture(autouse=True)
+def _quiet_torch():
+    """As many threads as a worker has; more only wait for one another."""
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from contextlib import contextmanager
 
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from twinkle_core import settings
+from twinkle_core.errors import UnknownAdapter
 from twinkle_core.mesh import DeviceMesh
 from twinkle_core.runtime.dispatch import remote_class, remote_function
 
@@ -63,8 +65,8 @@ class Child:
 class Counter:
     """What each worker saw."""
 
-    def __init__(self, factor=1, *, device_mesh=None, fail=False):
-        if fail:
+    def __init__(self, factor=1, *, device_mesh=None, fail=False, fail_on=None):
+        if fail or settings.rank() == fail_on:
             raise ValueError("not today")
         self.rank, self.factor, self.seen = settings.rank(), factor, None
         self.child = Child(self)
@@ -179,6 +181,18 @@ class Counter:
     @remote_function(dispatch="all", collect="first")
     def holds(self, other):
         return type(other).__name__, other.factor
+
+    @remote_function(dispatch="all", collect="first")
+    def lock(self, on=0):
+        return threading.Lock() if self.rank == on else 1
+
+    @remote_function(dispatch="all", collect="first")
+    def applied(self, function, other=None):
+        return function(other)
+
+    @remote_function(dispatch="all", collect="none")
+    def missing(self, name):
+        raise UnknownAdapter(name, None, [])
 
     def unseen(self):
         return 1

@@ -90,6 +90,34 @@ def test_a_worker_killed_while_it_saves(victim, tmp_path):
             assert not (tmp_path / name).exists()
 
 
+@pytest.mark.slow
+def test_a_worker_killed_while_it_loads(victim, tmp_path):
+    """From outside, at any moment: it is told, and the checkpoint is as it was."""
+    tiny = write_tiny_llama(tmp_path / "llama")
+    model = built(tiny, victim, optimizer="adamw")
+    train(model, batches()[:1])
+    path = model.save("first", tmp_path, save_optimizer=True)
+    second = Counter(remote_group=victim).pid()[1]
+    ray.get(kill_soon.remote(second, 0.03))
+    with pytest.raises((WorkerDied, GroupEnded), match=r"died during (load|resume_from_checkpoint)"):
+        for _ in range(1000):
+            model.load("first", tmp_path)
+            model.resume_from_checkpoint(path)
+    again = built(tiny, "actor", optimizer="adamw")
+    assert again.resume_from_checkpoint(path)["cur_step"] == 1
+
+
+@pytest.mark.slow
+def test_a_constructor_that_fails_on_one_worker_alone(victim):
+    """Its own error, and the end of the group: the others have made something."""
+    with pytest.raises(ValueError, match="not today") as caught:
+        Counter(fail_on=1, remote_group=victim)
+    note, _ = caught.value.__notes__
+    assert "raised by worker 1 of group 'victim'" in note and "remote_objects.py" in note
+    with pytest.raises(GroupEnded, match=r"1 of 2 workers failed in Counter\(...\) \(ValueError\)"):
+        Counter(remote_group=victim)
+
+
 @ray.remote(num_cpus=0)
 def kill_soon(pid, seconds):
     import threading

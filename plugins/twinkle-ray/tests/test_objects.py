@@ -10,22 +10,27 @@ import torch
 from remote_objects import Counter, Single
 
 from twinkle_core.errors import (
+    BadArgument,
     BadDispatch,
     DriverIsRank,
     ElsewhereObject,
+    GroupEnded,
     GroupMesh,
     GroupTooLarge,
     NoGroups,
     NotCollected,
     NotCut,
     NotRemote,
+    NotSent,
     SameGroup,
+    UnknownAdapter,
     UnknownGroup,
     WorkerFailed,
     WorkerMismatch,
 )
 from twinkle_core.mesh import DeviceGroup, DeviceMesh
 from twinkle_core.runtime import local
+from twinkle_ray.groups import Group
 
 
 @pytest.fixture(scope="module")
@@ -143,6 +148,71 @@ def test_what_a_worker_raises_arrives_with_its_type_and_both_places(counter):
     assert counter.first() == 0  # all failed alike: they go on
 
 
+def test_twinkles_own_errors_are_caught_as_what_they_are(counter):
+    with pytest.raises(UnknownAdapter, match="'nobody'") as caught:
+        counter.missing("nobody")
+    assert "raised by worker 0 of group 'actor'" in caught.value.__notes__[0]
+
+
+def test_what_can_not_be_sent_is_told_by_name(counter, tmp_path):
+    """A lambda is sent with all that it refers to; an open file is not. Nothing has been called then."""
+    assert counter.applied(lambda other: other + 1, 2) == 3
+    with (tmp_path / "log").open("w") as file:
+        with pytest.raises(NotSent, match=r"applied\(\): other, a TextIOWrapper, can't be sent to workers: .*Cannot pickle"):
+            counter.applied(len, other=file)
+        with pytest.raises(NotSent, match=r"applied\(\): function, a function, can't"):
+            counter.applied(lambda other: file)
+        with pytest.raises(NotSent, match=r"scaled\(\): argument 1, a TextIOWrapper, can't"), counter.child.scaled(file):
+            raise AssertionError
+        with pytest.raises(NotSent, match=r"Counter\(...\): factor, a TextIOWrapper, can't"):
+            Counter(file, remote_group="actor")
+    assert counter.first() == 0
+
+
+def test_an_answer_that_can_not_be_sent_ends_nobody(counter):
+    """The workers have all done their work: they are at the same point."""
+    with pytest.raises(NotSent, match=r"lock\(\) has done its work, and what it gives can't be sent: .*_thread.lock"):
+        counter.lock()
+    assert counter.lock(on=1) == 1, "of that worker nobody wants to know"
+    assert counter.first() == 0
+
+
+def test_after_the_end_every_use_says_so(cluster, monkeypatch):
+    """Ray that was shut down, or started anew, by somebody else: no call waits for it, or starts it."""
+    counter = Counter(remote_group="one")
+    monkeypatch.setattr("twinkle_ray.groups._job", lambda: None)
+    for use in (counter.first, lambda: Counter(remote_group="one"), lambda: list(counter.count_to(2))):
+        with pytest.raises(GroupEnded, match="group 'one' were ended: Ray was shut down"):
+            use()
+    assert "one (ended)" in local.get_device_placement()
+    counter._home.group.tell("drop", [0], "nothing")  # as when an object is collected: no word
+
+
+def test_ctrl_c_while_a_call_is_sent_ends_its_group(cluster):
+    """Some workers have it, and others not: they would wait for one another."""
+
+    class Broken(Group):
+        ended = None
+
+    class Actor:
+        def __init__(self, *given):
+            self.given = given
+
+        @property
+        def call(self):
+            return self
+
+        def remote(self):
+            raise self.given[0]
+
+    group = Broken("g", "g", [Actor(KeyboardInterrupt())])
+    ends = []
+    group.end = ends.append
+    with pytest.raises(KeyboardInterrupt):
+        group.ask("call", [()], "step()")
+    assert ends == ["step() was broken off while it was sent"]
+
+
 def test_what_is_not_declared_is_told(counter):
     with pytest.raises(NotRemote, match="'unseen' is not declared with @remote_function"):
         counter.unseen()
@@ -158,7 +228,15 @@ def test_groups_that_can_not_be(cluster, monkeypatch):
         Counter(remote_group="actr")
     with pytest.raises(local.AlreadyInitialized, match="seed: 7 before, 8 now"):
         local.initialize(mode="ray", groups=list(local._state.arguments["groups"]), seed=8)
+    same = {**local._state.arguments, "groups": tuple(local._state.arguments["groups"])}
+    local.initialize(**same)  # once more, with the same: nothing to do
     monkeypatch.setattr(local, "_state", local._State(local.LocalRuntime()))
+    for wrong in (DeviceGroup("a", 1), ["a"], "a", 3):
+        with pytest.raises(BadArgument, match=r"groups=.*it must be a list of DeviceGroup"):
+            local.initialize(mode="ray", groups=wrong)
+    for name, value in (("nproc_per_node", 0), ("nproc_per_node", True), ("global_device_mesh", 3)):
+        with pytest.raises(BadArgument, match=f"{name}={value}: it must be"):
+            local.initialize(mode="ray", groups=[DeviceGroup("a", 1)], **{name: value})
     with monkeypatch.context() as ranks, pytest.raises(DriverIsRank, match="one of 2 processes"):
         ranks.setenv("WORLD_SIZE", "2")
         local.initialize(mode="ray", groups=[DeviceGroup("a", 1)])

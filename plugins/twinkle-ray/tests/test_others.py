@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import textwrap
 import time
+from pathlib import Path
 
 import pytest
 import torch
 from peft import LoraConfig
+from test_dying import gone
+from test_programs import descendants
 from training import LR, assert_same, batches, state, train
 
 from twinkle_core import registry
@@ -101,8 +106,6 @@ def test_no_process_is_left_when_the_driver_ends(tmp_path, arguments):
     assert "loss 4." in done.stdout, done.stdout + done.stderr
     pids = [int(line.split("process ")[1].split(",")[0]) for line in done.stdout.splitlines() if ", process " in line]
     assert len(pids) == 2
-    from test_dying import gone
-
     assert all(map(gone, pids))
     deadline = time.monotonic() + 30
     while (left := of_session(done.stderr + done.stdout, tmp_path)) and time.monotonic() < deadline:
@@ -112,9 +115,6 @@ def test_no_process_is_left_when_the_driver_ends(tmp_path, arguments):
 
 def of_session(said, folder):
     """Command lines of processes that work in the program's folder."""
-    import os
-    from pathlib import Path
-
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
@@ -123,3 +123,42 @@ def of_session(said, folder):
         except OSError:
             continue
     return found
+
+
+SLOW = """
+import sys
+import twinkle
+from twinkle import DeviceGroup
+from remote_objects import Counter
+
+if __name__ == "__main__":
+    twinkle.initialize(mode="ray", groups=[DeviceGroup("actor", 2, device_type="CPU")])
+    counter = Counter(remote_group="actor")
+    print("pids", *counter.pid(), flush=True)
+    counter.sleep(600)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+def test_a_driver_that_is_ended_in_the_middle_of_a_step(tmp_path, how):
+    """Ctrl-C ends it and all processes of Ray within seconds, with the status of a signal. Killed, it can do nothing:
+    its workers end when Ray misses it."""
+    program = tmp_path / "program.py"
+    program.write_text(SLOW)
+    given = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    process = subprocess.Popen([sys.executable, program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=given)
+    try:
+        pids = [int(word) for word in process.stdout.readline().split()[1:]]
+        time.sleep(0.5)
+        begun = descendants(process.pid)
+        assert len(pids) == 2 and set(pids) < set(begun)
+        process.send_signal(how)
+        _, said = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert process.returncode in (-how, 128 + how), said
+    assert all(map(gone, pids))
+    if how == signal.SIGINT:
+        assert "KeyboardInterrupt" in said
+        assert all(map(gone, begun))

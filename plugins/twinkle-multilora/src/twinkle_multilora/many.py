@@ -8,8 +8,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from twinkle_core.contracts.adapters import BASE
-from twinkle_core.errors import BadArgument
+from twinkle_core.errors import BadArgument, BadRow
+from twinkle_core.errors.adapters import whose
 from twinkle_core.isolation import Attempt, attempt
+from twinkle_core.runtime.dispatch import remote_function
 from twinkle_core.train import limits
 from twinkle_core.train.calls import Asked, Call
 from twinkle_core.train.forward import ForwardVerbs
@@ -28,6 +30,7 @@ Outcome = Any
 class Many(ForwardVerbs):
     """``forward_backward`` for many tenants at once. How the calls run is a subclass's to say; here they take turns."""
 
+    @remote_function(dispatch="slice_each", collect="loss_each")
     @one_at_a_time
     def forward_backward_many(
         self,
@@ -44,14 +47,15 @@ class Many(ForwardVerbs):
 
         Args:
             inputs: by tenant: encoded rows, one collated batch, or conversations. On several ranks: this rank's, of the same
-                tenants on all; ``[]`` where it has none of a tenant's.
+                tenants on all; ``[]`` where it has none of a tenant's. Where the model lives on workers: all rows, which are
+                divided over their data ranks as those of a ``forward_backward`` are.
             gradient_accumulation_steps: becomes each session's.
             temperature: as for ``forward``.
             loss_args: for the losses. A dict whose keys are tenants, by their names or their slots', gives each its own, and
                 those that it doesn't name nothing; any other value goes to all.
 
         Returns:
-            By tenant, what its ``forward_backward`` returns.
+            By tenant, what its ``forward_backward`` returns: a float where the model lives on workers.
 
         Raises:
             What ``forward_backward`` raises of a call that can't be: nothing was changed then, of any tenant. BadArgument: a
@@ -66,11 +70,11 @@ class Many(ForwardVerbs):
         # ranks may name tenants in any order, and serve them in one
         order = sorted(many, key=lambda asked: self._slot(asked.session.name)) if self.engine.mesh.world_size > 1 else many
         ready = self._all_ready(order)
-        _raise_first(ready)
+        _raise_first(order, ready)
         calls = [call for call in ready if isinstance(call, Call)]
         outcomes = dict(zip(map(id, order), self._run_all(calls), strict=True))
         in_order = [outcomes[id(asked)] for asked in many]
-        _raise_first(in_order)
+        _raise_first(many, in_order)
         return dict(zip(inputs, in_order, strict=True))
 
     # ------------------------------------------------------------------------------------------------ inside
@@ -145,7 +149,10 @@ def result_of(done: Attempt[Any]) -> Any:
     return done.value if done.error is None else done.error
 
 
-def _raise_first(outcomes: Sequence[Any]) -> None:
-    for outcome in outcomes:
+def _raise_first(many: Sequence[Asked], outcomes: Sequence[Any]) -> None:
+    for asked, outcome in zip(many, outcomes, strict=True):
         if isinstance(outcome, BaseException):
+            if isinstance(outcome, BadRow):
+                outcome.adapter = asked.session.name
+            outcome.add_note(f"twinkle: in the call of {whose(asked.session.name)}")
             raise outcome

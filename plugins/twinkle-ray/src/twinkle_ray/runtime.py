@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import itertools
-import logging
 import sys
 import uuid
 from collections.abc import Sequence
@@ -21,6 +20,7 @@ from twinkle_core.errors import DriverIsRank, GroupMesh, NoGroups, SameGroup, Un
 from twinkle_core.mesh import DeviceGroup, DeviceMesh
 from twinkle_core.names import closest
 from twinkle_core.runtime.proxy import proxy
+from twinkle_ray import address
 from twinkle_ray.groups import Group, RayHome
 from twinkle_ray.placing import device_of, options, reserve, slots_of
 from twinkle_ray.worker import Worker, installed
@@ -56,8 +56,8 @@ class RayRuntime(Runtime):
         """Start the workers of all groups.
 
         Raises:
-            DriverIsRank, NoGroups, SameGroup. GroupTooLarge: the cluster can't hold them. WorkerMismatch: a worker's machine
-            has other versions of plugins. WorkerDied: one did not start.
+            DriverIsRank, NoGroups, SameGroup. NoCluster: nothing answers at RAY_ADDRESS. GroupTooLarge: the cluster can't hold
+            them. WorkerMismatch: a worker's machine has other versions of plugins. WorkerDied: one did not start.
         """
         if settings.world_size() > 1:
             raise DriverIsRank("ray", settings.world_size())
@@ -68,7 +68,7 @@ class RayRuntime(Runtime):
             raise SameGroup(twice)
         self.mesh = mesh
         if not ray.is_initialized():
-            ray.init(logging_level=logging.WARNING)
+            address.connect(settings.ray_address(), encrypted=settings.ray_encrypts())
             self._started = True
         try:
             slots, places = slots_of(groups)
