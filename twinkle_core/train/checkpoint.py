@@ -201,6 +201,11 @@ def _write_shards(model: Sessions, folder: Path, parts: Parts, first: bool) -> N
         shards.write(shards.place(folder, stem), tensors)
 
 
+def _all(model: Sessions, failure: Failure) -> contextlib.AbstractContextManager[None]:
+    """What all ranks write together, where they do."""
+    return together(model.engine, failure) if model.engine.collective else contextlib.nullcontext()
+
+
 def write(
     model: Sessions, session: Session, folder: Path, parts: Parts, consumed: int, *, first: bool, failure: Failure
 ) -> None:
@@ -212,11 +217,11 @@ def write(
     if parts.apart:
         _write_shards(model, folder, parts, first)
     if "model" not in parts.apart and (first or model.engine.collective):
-        with together(model.engine, failure):
+        with _all(model, failure):
             model.adapters.write(session.name, folder)
     weights = base_values.fingerprint(model.adapters, session.name)
     if parts.resumable and session.optimizer is not None:
-        with together(model.engine, failure):
+        with _all(model, failure):
             model.engine.write_shards(session.optimizer, folder)
     if not first:
         return

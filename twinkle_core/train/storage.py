@@ -69,7 +69,7 @@ class StorageVerbs(Sessions):
         first = self.engine.mesh.world_size == 1 or self.engine.mesh.rank == 0
         with (
             contextlib.nullcontext() if sharded else self.adapters.gathered(session.name),
-            together(self.engine, _not_written(path), always=True),
+            together(self.engine, _not_written(path)),
             self._opened(path, first, shared=self.engine.collective or bool(parts.apart)) as temporary,
         ):
             if temporary is not None:
@@ -168,7 +168,7 @@ class StorageVerbs(Sessions):
         """The folder to write into: the first rank makes it; ``shared``: all write there."""
         with contextlib.ExitStack() as stack:
             temporary = None
-            with together(self.engine, _not_written(path), always=shared):
+            with together(self.engine, _not_written(path)) if shared else contextlib.nullcontext():
                 if first:
                     temporary = stack.enter_context(folder.replacing(path))
             if shared:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -23,6 +23,7 @@ from twinkle_core.errors.adapters import whose
 from twinkle_core.isolation import describe
 from twinkle_core.mesh import DeviceMesh
 
+T = TypeVar("T")
 #: what a rank raises of another one: of its number and of what it said
 Failure = Callable[[int, str], Exception]
 
@@ -135,7 +136,7 @@ def until_met(engine: Engine, needed: bool = True) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def together(engine: Engine, failure: Failure | None, *, always: bool = False) -> Iterator[None]:
+def together(engine: Engine, failure: Failure | None) -> Iterator[None]:
     """What is done inside, all ranks have done on leaving; or all fail, where one of them would wait for another in vain.
 
     Nothing inside may need another rank after it could have failed alone.
@@ -143,17 +144,33 @@ def together(engine: Engine, failure: Failure | None, *, always: bool = False) -
     Args:
         failure: what the others raise, made of the number of the first rank that failed and what it said; None:
             FailedElsewhere. The rank itself raises what it raised.
-        always: also where ranks hold the same (an engine that is not ``collective``).
     """
-    if engine.mesh.world_size == 1 or not (always or engine.collective):
+    if engine.mesh.world_size == 1:
         yield
         return
     try:
         yield
-    except Exception as error:
+    except KeyboardInterrupt:  # all ranks get it, or the process is about to end
+        raise
+    except BaseException as error:
         _tell(engine, describe(error) if failure is None else str(error) or type(error).__name__)
         raise
     meet(engine, failure=failure)
+
+
+def on_all(call: Callable[[], T]) -> T:
+    """What ``call`` gives, once it is done on all ranks of the verb that runs: for a store, between what it reads and checks
+    and what ranks do together. Outside of a verb: ``call()``.
+
+    Args:
+        call: needs no other rank.
+
+    Raises:
+        FailedElsewhere: it failed on another rank; and what ``call`` raises.
+    """
+    now = _CALLING.get()
+    with together(now.engine, None) if now is not None else contextlib.nullcontext():
+        return call()
 
 
 def leave(patience: float = 2.0) -> None:

@@ -103,12 +103,6 @@ class Together(Many):
         piece = self.engine.piece(call.batches[0], call.needs, call.asked.task)
         return piece.count if piece is not None else None
 
-    def _attempt(self, call: Call) -> Outcome:
-        done = attempt(lambda: self._run(call))  # what it raises is raised to the tenant whose call it is
-        if done.error is not None and self.engine.several and call.session.window.count:
-            return attempt(lambda: self._fail(call, done.error, [True])).error
-        return result_of(done)
-
     def _run_group(self, calls: Sequence[Call]) -> list[Outcome]:
         """Calls in one pass. Where it fails before any loss, each by itself: so whose fault it is shows."""
         begun: list[list[bool]] = [[] for _ in calls]
