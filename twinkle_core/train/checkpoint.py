@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -288,6 +289,14 @@ def inspect(folder: Path, *, resume_only_model: bool = False, hashes: bool = Fal
             with reading(folder, f"{stem}.json"):
                 data_of(folder, stem)
     return state
+
+
+def said(state: TrainerState | None) -> str:
+    """Words for what is read, which is the same on all ranks wherever each finds it."""
+    if state is None:
+        return ""
+    files = zlib.crc32(repr(sorted((name, file.sha256) for name, file in state.files.items())).encode())
+    return f" of a checkpoint of step {state.cur_step} ({files:08x})"
 
 
 def read_state(folder: Path, *, hashes: bool = True) -> TrainerState | None:

@@ -23,7 +23,7 @@ from twinkle_core.train.failing import as_one
 from twinkle_core.train.prepare import by_token, fit_args, width_of
 from twinkle_core.train.session import Pending, Session
 from twinkle_core.train.sessions import Sessions, one_at_a_time
-from twinkle_core.train.together import calling, together, until_met
+from twinkle_core.train.together import calling, said, together, until_met
 from twinkle_core.types import LossOutput, ModelOutput
 
 
@@ -37,7 +37,8 @@ class Running(Sessions):
     @one_at_a_time
     def _serve(self, asked: Asked) -> torch.Tensor:
         """One ``forward_backward``. A subclass may gather several first."""
-        with calling(self.engine, "forward_backward", asked.session.name), until_met(self.engine):
+        how = said(asked.temperature, asked.task)
+        with calling(self.engine, "forward_backward", asked.session.name, how), until_met(self.engine):
             call = self._ready(asked)
         return self._run(call)
 

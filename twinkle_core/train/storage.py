@@ -99,6 +99,7 @@ class StorageVerbs(Sessions):
             state = checkpoint.read_state(path)
             if state is not None:
                 checkpoint.check_owner(state, session, path)
+        meet(self.engine, about=checkpoint.said(state))
         self._load_weights(session, path)
         if state is not None:
             base_values.check(self, session, state, path, strict=False)
@@ -142,6 +143,7 @@ class StorageVerbs(Sessions):
         with together(self.engine, _not_read(path)):
             state = checkpoint.inspect(path, resume_only_model=resume_only_model, hashes=True)
             checkpoint.check_owner(state, session, path)
+        meet(self.engine, about=checkpoint.said(state))
         if state.fingerprint != base_values.fingerprint(self.adapters, session.name):
             raise CheckpointMismatch(
                 str(path / folder.STATE_FILE), "it belongs to another model (names or shapes of parameters differ)"

@@ -30,10 +30,11 @@ Failure = Callable[[int, str], Exception]
 
 @dataclass(slots=True)
 class Calling:
-    """A verb that runs on this rank. ``met``: ranks have met in it."""
+    """A verb that runs on this rank. ``how``: it was called, in words. ``met``: ranks have met in it."""
 
     engine: Engine
     words: str
+    how: str = ""
     met: bool = False
 
 
@@ -42,13 +43,19 @@ _CALLING: ContextVar[Calling | None] = ContextVar("twinkle_calling", default=Non
 
 
 @contextlib.contextmanager
-def calling(engine: Engine, verb: str, adapter: str) -> Iterator[None]:
-    """Inside, ranks that meet are in this verb of this adapter."""
-    token = _CALLING.set(Calling(engine, f"{verb} of {whose(adapter)}"))
+def calling(engine: Engine, verb: str, adapter: str, how: str = "") -> Iterator[None]:
+    """Inside, ranks that meet are in this verb of this adapter. ``how``: what ``said`` gives."""
+    token = _CALLING.set(Calling(engine, f"{verb} of {whose(adapter)}", how))
     try:
         yield
     finally:
         _CALLING.reset(token)
+
+
+def said(temperature: Any = 1.0, task: Any = "causal_lm") -> str:
+    """Words for arguments of a verb that are the same on all ranks, where they are not what they usually are."""
+    words = [] if temperature == 1.0 else [f" at temperature {temperature}"]
+    return "".join(words if task == "causal_lm" else [*words, f" as {task}"])
 
 
 def _now(engine: Engine) -> Calling:
@@ -74,6 +81,7 @@ def meet(
         FailedElsewhere) of the first rank that can't go on, also on that rank itself.
     """
     now = _now(engine)
+    about = now.how + about
     code = zlib.crc32(f"{now.words}\0{about}".encode())
     try:
         told = engine.gather_numbers([float(code), number, float(why is not None)])
@@ -115,6 +123,18 @@ def _tell(engine: Engine, why: str) -> None:
 
 
 @contextlib.contextmanager
+def telling(engine: Engine) -> Iterator[None]:
+    """What a rank does by itself in a verb in which ranks may meet afterwards: where one fails, all fail."""
+    now = _now(engine)
+    try:
+        yield
+    except Exception as error:
+        if not now.met and engine.mesh.world_size > 1:
+            _tell(engine, describe(error))
+        raise
+
+
+@contextlib.contextmanager
 def until_met(engine: Engine, needed: bool = True) -> Iterator[None]:
     """What a rank does by itself before ranks meet in a verb, inside or on leaving: where one fails, all fail.
 
@@ -125,12 +145,8 @@ def until_met(engine: Engine, needed: bool = True) -> Iterator[None]:
         yield
         return
     now = _now(engine)
-    try:
+    with telling(engine):
         yield
-    except Exception as error:
-        if not now.met:
-            _tell(engine, describe(error))
-        raise
     if not now.met:
         meet(engine)
 
