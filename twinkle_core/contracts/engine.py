@@ -57,9 +57,8 @@ class Engine(ABC):
     #: whether all ranks together read and write weights, since each holds a part of them (the store's ``state_dict``,
     #: ``load_state_dict`` and ``write`` are collective then), and the first one alone the rest of a checkpoint
     collective: bool = False
-    #: whether what ``loss_fn`` raises on one rank ends ``run_schedule`` on all, some of which may have gone back already
-    fails_together: bool = False
-    #: whether ranks must run the model together, the same number of times
+    #: whether ranks must run the model together, the same number of times. ``loss_fn`` raises nothing then: core tells all
+    #: ranks of a loss that failed on one when ``run_schedule`` is through
     in_step: bool = False
 
     @abstractmethod

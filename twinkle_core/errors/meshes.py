@@ -88,9 +88,9 @@ class RanksApart(TwinkleError, RuntimeError):
         """Ranks that compute together on one share of the rows, and were given different ones."""
         return _saying(
             f"ranks {', '.join(map(str, ranks))} compute together on share {share} of the rows, and were given different rows, "
-            f"or another micro_batch_size.\n"
+            f"loss arguments, or another micro_batch_size.\n"
             f"    share rows out by mesh.data_rank of mesh.data_world_size and not by RANK "
-            f"(DataLoader(…, device_mesh=mesh) does it)"
+            f"(DataLoader(…, device_mesh=mesh) does it), and give all of them one number where a loss takes one"
         )
 
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -201,6 +202,11 @@ def _write_shards(model: Sessions, folder: Path, parts: Parts, first: bool) -> N
         shards.write(shards.place(folder, stem), tensors)
 
 
+def _all(model: Sessions, failure: Failure) -> contextlib.AbstractContextManager[None]:
+    """What all ranks write together, where they do."""
+    return together(model.engine, failure) if model.engine.collective else contextlib.nullcontext()
+
+
 def write(
     model: Sessions, session: Session, folder: Path, parts: Parts, consumed: int, *, first: bool, failure: Failure
 ) -> None:
@@ -212,11 +218,11 @@ def write(
     if parts.apart:
         _write_shards(model, folder, parts, first)
     if "model" not in parts.apart and (first or model.engine.collective):
-        with together(model.engine, failure):
+        with _all(model, failure):
             model.adapters.write(session.name, folder)
     weights = base_values.fingerprint(model.adapters, session.name)
     if parts.resumable and session.optimizer is not None:
-        with together(model.engine, failure):
+        with _all(model, failure):
             model.engine.write_shards(session.optimizer, folder)
     if not first:
         return
@@ -283,6 +289,14 @@ def inspect(folder: Path, *, resume_only_model: bool = False, hashes: bool = Fal
             with reading(folder, f"{stem}.json"):
                 data_of(folder, stem)
     return state
+
+
+def said(state: TrainerState | None) -> str:
+    """Words for what is read, which is the same on all ranks wherever each finds it."""
+    if state is None:
+        return ""
+    files = zlib.crc32(repr(sorted((name, file.sha256) for name, file in state.files.items())).encode())
+    return f" of a checkpoint of step {state.cur_step} ({files:08x})"
 
 
 def read_state(folder: Path, *, hashes: bool = True) -> TrainerState | None:

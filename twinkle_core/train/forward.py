@@ -15,6 +15,7 @@ from twinkle_core.errors import (
 )
 from twinkle_core.train import limits, losses, micro, normalise
 from twinkle_core.train.calls import Asked, measure
+from twinkle_core.train.failing import as_one
 from twinkle_core.train.generation import GenerateVerb
 from twinkle_core.train.running import Running
 from twinkle_core.train.session import Pending
@@ -129,8 +130,8 @@ class ForwardVerbs(Running, GenerateVerb):
             pending.append(Pending(batch, kept, active, train=False, loss=value))
             return value or LossOutput(torch.zeros(()), 0.0)
 
-        with self.adapters.activate(active):
-            self.engine.run_schedule(batches, needs, keep, train=False, temperature=temperature, task=task)
+        with self.adapters.activate(active), as_one(self.engine, keep) as loss_fn:
+            self.engine.run_schedule(batches, needs, loss_fn, train=False, temperature=temperature, task=task)
         session.pending[False] = pending
         if not parts:
             return ModelOutput()

@@ -90,7 +90,7 @@ class LoopEngine(Engine):
     ) -> list[Batch]:
         assert session.processor is not None  # core resolves what falls back to the base before it calls an engine
         several = self.mesh.world_size > self.mesh.data_world_size  # ranks on one share of the rows
-        given = prepare.fingerprint(rows, micro_batch_size) if several else 0
+        given = prepare.fingerprint(rows, micro_batch_size, loss_args) if several else 0
         made = prepare.prepare(
             rows,
             device=self.device,
@@ -108,7 +108,7 @@ class LoopEngine(Engine):
             given: the fingerprint of the rows, the same on all ranks that compute together on one share of them.
 
         Raises:
-            RanksApart: ranks that compute together on one share of the rows were given different ones.
+            RanksApart: ranks that compute together on one share of the rows were given different ones, or loss arguments.
         """
         told = [divmod(int(each), 2**20) for each in meet(self, given * 2**20 + count)]  # exact in float64
         check_shared(self.mesh, [theirs for theirs, _ in told])

@@ -245,7 +245,7 @@ def call(
         BadLossResult. NotDeclared: it failed after it had read an output that is not among its ``needs``.
     """
     if batch.dummy and not loss.collective:
-        return LossOutput(_zero(output), 0.0)
+        return LossOutput(zero(output), 0.0)
     seen = _Asked(output)
     own = {"ranks": ranks} if loss.collective else {}
     try:
@@ -316,7 +316,8 @@ def detached(loss: LossOutput) -> LossOutput:
     return LossOutput(loss.sum.detach(), bare(loss.weight), own)
 
 
-def _zero(output: ModelOutput) -> torch.Tensor:
-    """0 with a graph through every output that has one, so that collectives inside backward meet on all ranks."""
+def zero(output: ModelOutput) -> torch.Tensor:
+    """0 with a graph through every output that has one, so that collectives inside backward meet on all ranks. (A sum times 0
+    is NaN where a number in it is not finite, and its gradient is 0 all the same.)"""
     parts = [v.sum() * 0 for v in output.values() if isinstance(v, torch.Tensor) and v.requires_grad]
     return torch.stack([p.float() for p in parts]).sum() if parts else torch.zeros(())

@@ -44,14 +44,27 @@ def as_rows(inputs: Any) -> Rows:
     return inputs
 
 
-def fingerprint(rows: Rows, micro_batch_size: int | None) -> int:
-    """A number below 2**32 by which ranks tell whether they were given the same ids and labels, to be cut alike. What lies on a
-    device is left out: to look at it would wait for it."""
+def fingerprint(rows: Rows, micro_batch_size: int | None, loss_args: Mapping[str, Any] | None = None) -> int:
+    """A number below 2**32 by which ranks tell whether they were given the same ids and labels, to be cut alike, and the same
+    loss arguments. What lies on a device is left out: to look at it would wait for it."""
     found = zlib.crc32(repr(micro_batch_size).encode())
+    for name, value in sorted((loss_args or {}).items()):
+        found = zlib.crc32(name.encode() + b"\0" + _plain(value), found)
     for row in [rows] if isinstance(rows, Mapping) else rows:
         for field in ("input_ids", "labels"):
             found = zlib.crc32(_content(row.get(field)), found)
     return found
+
+
+def _plain(value: Any) -> bytes:
+    """A loss argument that all ranks would describe alike: numbers and words, in lists, arrays and tensors. Of others, the
+    type."""
+    if isinstance(value, (list, tuple)):
+        return b"\0".join(map(_plain, value))
+    numbers = isinstance(value, torch.Tensor) or getattr(getattr(value, "dtype", None), "kind", "O") != "O"  # or numpy's
+    if numbers or value is None or isinstance(value, (bool, int, float, str)):
+        return _content(value)
+    return type(value).__name__.encode()
 
 
 def _content(value: Any) -> bytes:

@@ -129,6 +129,7 @@ def apply(model: Sessions, session: Session, loaded: Loaded) -> None:
     if size is not None and (not session.window.open or session.window.size is None):
         session.window.size = size
     session.cur_step, session.skipped_steps = state.cur_step, state.skipped_steps
+    session.optimizer_age = state.cur_step
     session.consumed_train_samples = state.consumed_train_samples
     for note in loaded.notes:
         get_logger().warning(note)

@@ -19,10 +19,11 @@ from twinkle_core.errors import (
 from twinkle_core.processors.input import row_lengths
 from twinkle_core.train import losses, micro, normalise, optim
 from twinkle_core.train.calls import Asked, Call, by_size, measure, read_by
+from twinkle_core.train.failing import as_one
 from twinkle_core.train.prepare import by_token, fit_args, width_of
 from twinkle_core.train.session import Pending, Session
 from twinkle_core.train.sessions import Sessions, one_at_a_time
-from twinkle_core.train.together import calling, together, until_met
+from twinkle_core.train.together import calling, said, together, until_met
 from twinkle_core.types import LossOutput, ModelOutput
 
 
@@ -36,27 +37,28 @@ class Running(Sessions):
     @one_at_a_time
     def _serve(self, asked: Asked) -> torch.Tensor:
         """One ``forward_backward``. A subclass may gather several first."""
-        with calling(self.engine, "forward_backward", asked.session.name):
-            with until_met(self.engine):
-                call = self._ready(asked)
-            return self._run(call)
+        how = said(asked.temperature, asked.task)
+        with calling(self.engine, "forward_backward", asked.session.name, how), until_met(self.engine):
+            call = self._ready(asked)
+        return self._run(call)
 
     def _run(self, call: Call) -> torch.Tensor:
         """A call by itself."""
         session = call.session
-        with self.adapters.activate(session.name):
+        with calling(self.engine, "forward_backward", session.name), self.adapters.activate(session.name):
             self._begin(call)
             with self._or_drop(session) as progress:
-                if self.engine.fails_together:  # a rank doesn't know how far others came, and all drop the same
+                if self.engine.mesh.world_size > 1:  # a rank doesn't know how far others came, and all drop the same
                     progress.append(True)
-                self.engine.run_schedule(
-                    call.batches,
-                    call.needs,
-                    self._loss_fn(call, progress),
-                    sync=session.window.due_after_next(),
-                    temperature=call.asked.temperature,
-                    task=call.asked.task,
-                )
+                with as_one(self.engine, self._loss_fn(call, progress)) as loss_fn:
+                    self.engine.run_schedule(
+                        call.batches,
+                        call.needs,
+                        loss_fn,
+                        sync=session.window.due_after_next(),
+                        temperature=call.asked.temperature,
+                        task=call.asked.task,
+                    )
                 mean = self._count(session, call.sums)
         self._measure_later(call)
         return mean
@@ -133,7 +135,7 @@ class Running(Sessions):
 
     def _on_all(self) -> AbstractContextManager[None]:
         """Inside, a loss is computed by itself: where ranks go back together, one that fails on one of them fails on all."""
-        return together(self.engine, None, always=True) if self.engine.in_step else nullcontext()
+        return together(self.engine, None) if self.engine.in_step else nullcontext()
 
     def _check_trained(self, session: Session) -> None:
         """Raise if a backward would make no gradient, or one that the session's optimizer has never heard of."""

@@ -51,6 +51,7 @@ class Session:
     window: AccumulationWindow = field(default_factory=AccumulationWindow)
     pending: dict[bool, list[Pending]] = field(default_factory=dict)  # by mode: True training, False forward_only
     cur_step: int = 0
+    optimizer_age: int = 0  # updates that the optimizer has made, which ranks compare: one that was set anew has forgotten them
     consumed_train_samples: int = 0
     skipped_steps: int = 0  # windows without an update: no labelled item, or gradients that were not finite
     last_loss: Any = None  # mean of the last backward, detached; for error texts

@@ -47,7 +47,8 @@ _CHOSEN: ContextVar[tuple[tuple[int, str, bool], ...]] = ContextVar("twinkle_ada
 def one_at_a_time(verb: F) -> F:
     """Hold the model's lock: threads that call at once never meet inside a verb, and are served in the order they came. Where
     ranks meet in the verb, they tell its name and the adapter's."""
-    named_first = list(inspect.signature(verb).parameters)[1:2] == ["adapter_name"]
+    parameters = inspect.signature(verb).parameters
+    named_first, told = list(parameters)[1:2] == ["adapter_name"], {"temperature", "task"} & parameters.keys()
 
     @functools.wraps(verb)
     def locked(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -55,7 +56,8 @@ def one_at_a_time(verb: F) -> F:
             if self.engine.mesh.world_size == 1:
                 return verb(self, *args, **kwargs)
             name = kwargs.get("adapter_name", args[0] if named_first and args else None)
-            with together.calling(self.engine, verb.__name__, self._meant(name)):
+            how = together.said(**{key: kwargs[key] for key in told & kwargs.keys()})
+            with together.calling(self.engine, verb.__name__, self._meant(name), how):
                 return verb(self, *args, **kwargs)
 
     return cast(F, locked)

@@ -29,7 +29,7 @@ from twinkle_core.log import get_logger
 from twinkle_core.train import base_values, checkpoint, folder, losses, optim, report, schedulers
 from twinkle_core.train.session import Session
 from twinkle_core.train.sessions import Sessions, one_at_a_time
-from twinkle_core.train.together import meet, until_met
+from twinkle_core.train.together import meet, together, until_met
 
 
 class SetupVerbs(Sessions):
@@ -96,7 +96,7 @@ class SetupVerbs(Sessions):
         if session.scheduler is not None:
             get_logger().warning("the scheduler belonged to the optimizer before; call set_lr_scheduler again")
             session.scheduler = None
-        session.optimizer, session.named = built, dict(parameters)
+        session.optimizer, session.named, session.optimizer_age = built, dict(parameters), 0
         left = optim.left_out(built, parameters)
         if left:
             names = ", ".join(list(left)[:3]) + (", ..." if len(left) > 3 else "")
@@ -201,8 +201,11 @@ class SetupVerbs(Sessions):
     @one_at_a_time
     def apply_patch(self, patch_cls: Any, **kwargs: Any) -> None:
         """A Patch, its class or its name; model-wide."""
-        patch = registry.build("patch", patch_cls, kwargs, contract=Patch)
-        patch.apply(self)
+        with until_met(self.engine):
+            patch = registry.build("patch", patch_cls, kwargs, contract=Patch)
+            meet(self.engine, about=f": {type(patch).__name__}")
+        with together(self.engine, None):
+            patch.apply(self)
         self.patches.append(patch)
 
     @one_at_a_time
@@ -221,19 +224,26 @@ class SetupVerbs(Sessions):
                 raise DuplicateAdapter(adapter_name)
             session = Session(adapter_name)
             session.window.resize(gradient_accumulation_steps)
+            state = None
+            if isinstance(config_or_dir, (str, Path)) and (Path(config_or_dir) / folder.STATE_FILE).is_file():
+                state = checkpoint.read_state(Path(config_or_dir), hashes=False)
         self.adapters.acquire(adapter_name, config_or_dir)
+        try:
+            meet(self.engine, about=checkpoint.said(state))
+        except BaseException:
+            self.adapters.release(adapter_name)
+            raise
         self.sessions[adapter_name] = session
-        if isinstance(config_or_dir, (str, Path)) and (Path(config_or_dir) / folder.STATE_FILE).is_file():
-            state = checkpoint.read_state(Path(config_or_dir), hashes=False)
-            assert state is not None
+        if state is not None:
             base_values.check(self, session, state, Path(config_or_dir), strict=False)
 
     @one_at_a_time
     def remove_adapter(self, adapter_name: str) -> None:
-        """Remove an adapter with all its state: weights, optimizer, scheduler, metrics, window."""
-        if adapter_name == BASE:
-            raise BadAdapter(adapter_name, "the base model can't be removed")
-        session = self._session(adapter_name)
+        """Remove an adapter with all its state: weights, optimizer, scheduler, metrics, window. All ranks call it together."""
+        with until_met(self.engine):
+            if adapter_name == BASE:
+                raise BadAdapter(adapter_name, "the base model can't be removed")
+            session = self._session(adapter_name)
         if session.optimizer is not None:
             self.engine.zero_grad(session.optimizer)
         self.adapters.release(session.name)

@@ -69,7 +69,7 @@ class StorageVerbs(Sessions):
         first = self.engine.mesh.world_size == 1 or self.engine.mesh.rank == 0
         with (
             contextlib.nullcontext() if sharded else self.adapters.gathered(session.name),
-            together(self.engine, _not_written(path), always=True),
+            together(self.engine, _not_written(path)),
             self._opened(path, first, shared=self.engine.collective or bool(parts.apart)) as temporary,
         ):
             if temporary is not None:
@@ -99,6 +99,7 @@ class StorageVerbs(Sessions):
             state = checkpoint.read_state(path)
             if state is not None:
                 checkpoint.check_owner(state, session, path)
+        meet(self.engine, about=checkpoint.said(state))
         self._load_weights(session, path)
         if state is not None:
             base_values.check(self, session, state, path, strict=False)
@@ -142,6 +143,7 @@ class StorageVerbs(Sessions):
         with together(self.engine, _not_read(path)):
             state = checkpoint.inspect(path, resume_only_model=resume_only_model, hashes=True)
             checkpoint.check_owner(state, session, path)
+        meet(self.engine, about=checkpoint.said(state))
         if state.fingerprint != base_values.fingerprint(self.adapters, session.name):
             raise CheckpointMismatch(
                 str(path / folder.STATE_FILE), "it belongs to another model (names or shapes of parameters differ)"
@@ -168,7 +170,7 @@ class StorageVerbs(Sessions):
         """The folder to write into: the first rank makes it; ``shared``: all write there."""
         with contextlib.ExitStack() as stack:
             temporary = None
-            with together(self.engine, _not_written(path), always=shared):
+            with together(self.engine, _not_written(path)) if shared else contextlib.nullcontext():
                 if first:
                     temporary = stack.enter_context(folder.replacing(path))
             if shared:

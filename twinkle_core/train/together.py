@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -23,16 +23,18 @@ from twinkle_core.errors.adapters import whose
 from twinkle_core.isolation import describe
 from twinkle_core.mesh import DeviceMesh
 
+T = TypeVar("T")
 #: what a rank raises of another one: of its number and of what it said
 Failure = Callable[[int, str], Exception]
 
 
 @dataclass(slots=True)
 class Calling:
-    """A verb that runs on this rank. ``met``: ranks have met in it."""
+    """A verb that runs on this rank. ``how``: it was called, in words. ``met``: ranks have met in it."""
 
     engine: Engine
     words: str
+    how: str = ""
     met: bool = False
 
 
@@ -41,13 +43,19 @@ _CALLING: ContextVar[Calling | None] = ContextVar("twinkle_calling", default=Non
 
 
 @contextlib.contextmanager
-def calling(engine: Engine, verb: str, adapter: str) -> Iterator[None]:
-    """Inside, ranks that meet are in this verb of this adapter."""
-    token = _CALLING.set(Calling(engine, f"{verb} of {whose(adapter)}"))
+def calling(engine: Engine, verb: str, adapter: str, how: str = "") -> Iterator[None]:
+    """Inside, ranks that meet are in this verb of this adapter. ``how``: what ``said`` gives."""
+    token = _CALLING.set(Calling(engine, f"{verb} of {whose(adapter)}", how))
     try:
         yield
     finally:
         _CALLING.reset(token)
+
+
+def said(temperature: Any = 1.0, task: Any = "causal_lm") -> str:
+    """Words for arguments of a verb that are the same on all ranks, where they are not what they usually are."""
+    words = [] if temperature == 1.0 else [f" at temperature {temperature}"]
+    return "".join(words if task == "causal_lm" else [*words, f" as {task}"])
 
 
 def _now(engine: Engine) -> Calling:
@@ -73,6 +81,7 @@ def meet(
         FailedElsewhere) of the first rank that can't go on, also on that rank itself.
     """
     now = _now(engine)
+    about = now.how + about
     code = zlib.crc32(f"{now.words}\0{about}".encode())
     try:
         told = engine.gather_numbers([float(code), number, float(why is not None)])
@@ -114,6 +123,18 @@ def _tell(engine: Engine, why: str) -> None:
 
 
 @contextlib.contextmanager
+def telling(engine: Engine) -> Iterator[None]:
+    """What a rank does by itself in a verb in which ranks may meet afterwards: where one fails, all fail."""
+    now = _now(engine)
+    try:
+        yield
+    except Exception as error:
+        if not now.met and engine.mesh.world_size > 1:
+            _tell(engine, describe(error))
+        raise
+
+
+@contextlib.contextmanager
 def until_met(engine: Engine, needed: bool = True) -> Iterator[None]:
     """What a rank does by itself before ranks meet in a verb, inside or on leaving: where one fails, all fail.
 
@@ -124,18 +145,14 @@ def until_met(engine: Engine, needed: bool = True) -> Iterator[None]:
         yield
         return
     now = _now(engine)
-    try:
+    with telling(engine):
         yield
-    except Exception as error:
-        if not now.met:
-            _tell(engine, describe(error))
-        raise
     if not now.met:
         meet(engine)
 
 
 @contextlib.contextmanager
-def together(engine: Engine, failure: Failure | None, *, always: bool = False) -> Iterator[None]:
+def together(engine: Engine, failure: Failure | None) -> Iterator[None]:
     """What is done inside, all ranks have done on leaving; or all fail, where one of them would wait for another in vain.
 
     Nothing inside may need another rank after it could have failed alone.
@@ -143,17 +160,33 @@ def together(engine: Engine, failure: Failure | None, *, always: bool = False) -
     Args:
         failure: what the others raise, made of the number of the first rank that failed and what it said; None:
             FailedElsewhere. The rank itself raises what it raised.
-        always: also where ranks hold the same (an engine that is not ``collective``).
     """
-    if engine.mesh.world_size == 1 or not (always or engine.collective):
+    if engine.mesh.world_size == 1:
         yield
         return
     try:
         yield
-    except Exception as error:
+    except KeyboardInterrupt:  # all ranks get it, or the process is about to end
+        raise
+    except BaseException as error:
         _tell(engine, describe(error) if failure is None else str(error) or type(error).__name__)
         raise
     meet(engine, failure=failure)
+
+
+def on_all(call: Callable[[], T]) -> T:
+    """What ``call`` gives, once it is done on all ranks of the verb that runs: for a store, between what it reads and checks
+    and what ranks do together. Outside of a verb: ``call()``.
+
+    Args:
+        call: needs no other rank.
+
+    Raises:
+        FailedElsewhere: it failed on another rank; and what ``call`` raises.
+    """
+    now = _CALLING.get()
+    with together(now.engine, None) if now is not None else contextlib.nullcontext():
+        return call()
 
 
 def leave(patience: float = 2.0) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 
@@ -16,7 +17,7 @@ from twinkle_core.train import limits, losses, normalise, optim
 from twinkle_core.train.forward import ForwardVerbs
 from twinkle_core.train.session import Session
 from twinkle_core.train.sessions import one_at_a_time
-from twinkle_core.train.together import meet
+from twinkle_core.train.together import meet, telling
 from twinkle_core.train.window import CLIP, LR, STEP, ZERO
 
 
@@ -51,8 +52,7 @@ class UpdateVerbs(ForwardVerbs):
             BadArgument, NoOptimizer, WindowSizeChanged. NonFiniteGradients, BadLossWeight: weights and optimizer are
             unchanged, the window is dropped.
         """
-        limits.check_clip(max_grad_norm, norm_type)
-        session = self._closing(CLIP, adapter_name, gradient_accumulation_steps)
+        session = self._closing(CLIP, adapter_name, gradient_accumulation_steps, max_grad_norm, norm_type)
         return self._clip(session, max_grad_norm, norm_type)
 
     @one_at_a_time
@@ -114,8 +114,7 @@ class UpdateVerbs(ForwardVerbs):
         gradient_accumulation_steps: int | None = None,
     ) -> float | None:
         """clip_grad_norm, step, zero_grad, lr_step. Arguments, returns and errors are those of ``clip_grad_norm``."""
-        limits.check_clip(max_grad_norm, norm_type)
-        session = self._closing("clip_grad_and_step", adapter_name, gradient_accumulation_steps)
+        session = self._closing("clip_grad_and_step", adapter_name, gradient_accumulation_steps, max_grad_norm, norm_type)
         return self._close(session, max_grad_norm, norm_type)
 
     @one_at_a_time
@@ -128,8 +127,7 @@ class UpdateVerbs(ForwardVerbs):
         Returns:
             The norm before clipping; None if no rank's window is open.
         """
-        limits.check_clip(max_grad_norm, norm_type)
-        session = self._closing("flush", adapter_name, None)
+        session = self._closing("flush", adapter_name, None, max_grad_norm, norm_type)
         window = session.window
         if not any(meet(self.engine, float(window.open))):
             return None
@@ -140,11 +138,15 @@ class UpdateVerbs(ForwardVerbs):
 
     # ------------------------------------------------------------------------------------------------ inside
 
-    def _closing(self, verb: str, adapter_name: str | None, size: int | None) -> Session:
-        session = self._session(adapter_name)
-        if session.optimizer is None:
-            raise NoOptimizer(verb, session.name, self.sessions[BASE].optimizer is not None)
-        session.window.resize(size)
+    def _closing(self, verb: str, adapter_name: str | None, size: int | None, *clip: Any) -> Session:
+        """The session whose window a verb may close, checked. ``clip``: as ``limits.check_clip`` takes it."""
+        with telling(self.engine):
+            if clip:
+                limits.check_clip(*clip)
+            session = self._session(adapter_name)
+            if session.optimizer is None:
+                raise NoOptimizer(verb, session.name, self.sessions[BASE].optimizer is not None)
+            session.window.resize(size)
         return session
 
     def _close(self, session: Session, max_grad_norm: float, norm_type: float) -> float | None:
@@ -157,7 +159,8 @@ class UpdateVerbs(ForwardVerbs):
 
     def _clip(self, session: Session, max_norm: float, norm_type: float) -> float | None:
         window = session.window
-        if not window.acts(CLIP) or not self._finish(session):
+        about = f", clipped to a norm of {float(max_norm):g} (norm_type {float(norm_type):g})"
+        if not window.acts(CLIP) or not self._finish(session, about):
             return None
         assert session.optimizer is not None
         if window.finite:
@@ -180,6 +183,7 @@ class UpdateVerbs(ForwardVerbs):
         window.mark(STEP)
         if window.updated:
             session.cur_step += 1
+            session.optimizer_age += 1
         else:
             session.skipped_steps += 1
             get_logger().warning("update skipped: gradients were not finite (%d skipped so far)", session.skipped_steps)
@@ -202,15 +206,21 @@ class UpdateVerbs(ForwardVerbs):
         session.window.mark(LR)
         return True
 
-    def _finish(self, session: Session) -> bool:
-        """Normalise the gradients of a due window, once. False: it held no item, and is closed without an update."""
+    def _finish(self, session: Session, about: str = "") -> bool:
+        """Normalise the gradients of a due window, once. False: it held no item, and is closed without an update.
+
+        Args:
+            about: what is to be done with them, the same on all ranks, in words.
+        """
         window = session.window
         if window.normalised:
             return True
         assert session.optimizer is not None
         try:
             several = self.engine.mesh.world_size > 1
-            about = f" with {optim.rule(session.optimizer)}, {losses.name_of(self._loss(session))}" if several else ""
+            if several:
+                made = f"{optim.rule(session.optimizer)} after {session.optimizer_age} updates"
+                about = f" with {made}, {losses.name_of(self._loss(session))}{about}"
             weight = normalise.window_weight(self.engine, window.weight, about)
         except BadLossWeight:
             self._clear(session)

@@ -21,9 +21,9 @@ from twinkle_core.contracts.adapters import BASE, AdapterStore
 from twinkle_core.errors import CheckpointMismatch, CheckpointNotFound, DuplicateAdapter, UnknownAdapter
 from twinkle_core.names import closest
 from twinkle_core.train.single import check_state
+from twinkle_core.train.together import on_all
 from twinkle_megatron import files, foreign
 from twinkle_megatron.cpu.runtime import RUNTIME, computes
-from twinkle_megatron.failing import all_or_none
 from twinkle_megatron.load import Built, mark_experts
 from twinkle_megatron.parallel import Layout, common_seed
 from twinkle_megatron.targets import check_shared, checked, layers_of, parts_of
@@ -72,7 +72,7 @@ class MegatronAdapters(AdapterStore):
         outputs = {}
         if isinstance(config, (str, Path)):  # collective, so before one of the ranks can fail
             outputs = {key.removesuffix(".weight"): len(tensor) for key, tensor in self.outline(BASE).items() if tensor.dim()}
-        ready, state = all_or_none(f"to make adapter '{name}'", lambda: self._planned_of(name, config, outputs))
+        ready, state = on_all(lambda: self._planned_of(name, config, outputs))
         inner, seed = self.next_place(), common_seed()
         try:
             self.inject(inner, ready)

@@ -24,7 +24,6 @@ from twinkle_core.types import InputFeature, ModelOutput
 from twinkle_megatron.buffers import BufferEngine
 from twinkle_megatron.cpu.runtime import computes
 from twinkle_megatron.draws import Draws
-from twinkle_megatron.failing import Guarded
 from twinkle_megatron.inputs import Laid, lay, planned, size_of
 from twinkle_megatron.load import Built
 from twinkle_megatron.logps import Tempered, Vocabulary, for_all, for_vocabulary, gather_sequence
@@ -61,7 +60,7 @@ class MegatronEngine(BufferEngine):
     ) -> None:
         super().__init__(built, mesh, device, on_nonfinite)
         self.layout = layout
-        self.fails_together = self.in_step = mesh.world_size > 1
+        self.in_step = mesh.world_size > 1
         self.capabilities = frozenset({SPLIT_STEP}) if layout.pp == 1 else frozenset()
         self._facts = dict(facts or {})
         self._vocabulary = self._output_layer() if self.is_last_stage else None
@@ -120,12 +119,8 @@ class MegatronEngine(BufferEngine):
         temperature: float = 1.0,
         task: str = "causal_lm",
     ) -> None:
-        """Megatron's schedule. Without training, all stages get the outputs of the last one, and call ``loss_fn`` with them.
-
-        What ``loss_fn`` raises on one rank is raised there, and FailedElsewhere on all others, once all are through.
-        """
+        """Megatron's schedule. Without training, all stages get the outputs of the last one, and call ``loss_fn`` with them."""
         self._check(needs, task)
-        guarded = Guarded(loss_fn, self.fails_together)
         seen: list[ModelOutput] = []
         size = None
         if self.layout.vpp > 1:  # interleaved chunks exchange tensors of one shape
@@ -138,7 +133,9 @@ class MegatronEngine(BufferEngine):
 
             def loss(result: torch.Tensor) -> Any:
                 output = self._outputs(batch, laid, result, needs, temperature)
-                value = guarded(batch, output)
+                value = (
+                    loss_fn(batch, output).sum * 1.0
+                )  # the schedule frees what it sends on, so it must be no view of anything
                 if not train and self.layout.pp > 1:
                     seen.append(output)
                 return value, torch.ones((), dtype=torch.int, device=self.device), {}
@@ -156,12 +153,10 @@ class MegatronEngine(BufferEngine):
                 micro_batch_size=size[0] if size else 1,
                 forward_only=not train,
             )
-        guarded.tell()
         if not train and self.layout.pp > 1:
-            self._share_outputs(batches, seen, guarded)
-            guarded.tell()
+            self._share_outputs(batches, seen, loss_fn)
 
-    def _share_outputs(self, batches: Sequence[Batch], outputs: list[ModelOutput], guarded: Guarded) -> None:
+    def _share_outputs(self, batches: Sequence[Batch], outputs: list[ModelOutput], loss_fn: LossFn) -> None:
         group = parallel_state.get_pipeline_model_parallel_group()
         source = parallel_state.get_pipeline_model_parallel_last_rank()
         plain = [{k: v.cpu() for k, v in output.items() if isinstance(v, torch.Tensor) and k != "hidden"} for output in outputs]
@@ -170,7 +165,7 @@ class MegatronEngine(BufferEngine):
         if self.is_last_stage:
             return
         for batch, output in zip(batches, found[0], strict=True):
-            guarded(batch, ModelOutput({k: v.to(self.device) for k, v in output.items()}))
+            loss_fn(batch, ModelOutput({k: v.to(self.device) for k, v in output.items()}))
 
     def _states(self, chunk: Any, laid: Laid) -> torch.Tensor:
         """What a chunk gives: hidden states for the next one, or for the output layer."""

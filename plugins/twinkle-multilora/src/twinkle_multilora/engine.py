@@ -234,34 +234,23 @@ class SlotEngine(TransformersEngine):
         slot = self.slots.selection.now.active if self.slots is not None else None
         pieces = [self.piece(batch, needs, task) if train else None for batch in batches]
         if slot is None or any(piece is None for piece in pieces):
-            loss_fn = self._together(loss_fn) if train else loss_fn
             super().run_schedule(batches, needs, loss_fn, train=train, sync=sync, temperature=temperature, task=task)
             return
         for batch in batches:
             share = Share(slot, batch, needs, loss_fn)
-            self.run_shared([share], temperature=temperature)
+            self.run_shared([share], temperature=temperature, alone=True)
             if share.error is not None:
                 raise share.error
 
-    def _together(self, loss_fn: LossFn) -> LossFn:
-        """A loss that all ranks compute, or none."""
-
-        def called(batch: Batch, output: ModelOutput) -> LossOutput:
-            done = attempt(lambda: loss_fn(batch, output))
-            (error,) = self.fail_together([done.error], ["forward_backward"])
-            if error is not None:
-                raise error
-            assert done.value is not None
-            return done.value
-
-        return called
-
     # ------------------------------------------------------------------------------------------------ several
 
-    def run_shared(self, shares: Sequence[Share], *, temperature: float = 1.0) -> None:
+    def run_shared(self, shares: Sequence[Share], *, temperature: float = 1.0, alone: bool = False) -> None:
         """Forward, losses and backward of batches of different tenants in one pass. Each must have a ``piece``.
 
         A loss that raises leaves ``error`` in its share, and its tenant without gradients; the others go on.
+
+        Args:
+            alone: it is one tenant's, and core tells other ranks what is raised.
         """
         pieces = [piece for share in shares if (piece := self.piece(share.batch, share.needs)) is not None]
         assert len(pieces) == len(shares)
@@ -270,12 +259,14 @@ class SlotEngine(TransformersEngine):
         needs = [share.needs for share in shares]
         packed = pack(pieces, self.sharing.widths)
         with self._made_ready(packed, slots, True):
-            hidden, outputs = self._all_or_none(lambda: self._outputs(packed, needs, temperature, True, seams))
+            hidden, outputs = self._all_or_none(lambda: self._outputs(packed, needs, temperature, True, seams), alone)
         for share in shares:
             # a tenant's own code, forward and backward: its fault is its own. Outputs are handed over one by one: none outlives
             # its loss. No pass is open here, so a loss may call the model.
             share.error = attempt(functools.partial(self._loss_of, share, outputs.pop(0))).error
-        errors = self.fail_together([share.error for share in shares], [self._whose(share.slot) for share in shares])
+        errors = [share.error for share in shares]
+        if not alone:
+            errors = self.fail_together(errors, [self._whose(share.slot) for share in shares])
         for share, own, error in zip(shares, seams, errors, strict=True):
             if error is not None:
                 share.error, share.loss = error, None
@@ -291,10 +282,10 @@ class SlotEngine(TransformersEngine):
             with by_row(self.module), self.slots.selection.kept(), self._added(slots, failed), training(self.module):
                 torch.autograd.backward(roots, given)
 
-    def _all_or_none(self, call: Callable[[], T]) -> T:
+    def _all_or_none(self, call: Callable[[], T], alone: bool) -> T:
         """``call()``, which fails on all ranks or on none. (Where ranks are in step, one that stops stops in the middle of a
         pass, and the others with it.)"""
-        if not self.several or self.in_step:
+        if alone or not self.several or self.in_step:
             return call()
         done = attempt(call)
         (error,) = self.fail_together([done.error], ["a pass that tenants share"])

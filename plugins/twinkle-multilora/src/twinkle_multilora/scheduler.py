@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
 import time
@@ -16,6 +17,19 @@ if TYPE_CHECKING:
 
     from twinkle_core.train.calls import Asked, Call
     from twinkle_multilora.together import Together
+
+
+def _check_patience(name: str, seconds: Any) -> None:
+    if not limits.is_number(seconds) or not 0 <= seconds < math.inf:
+        raise BadArgument(name, seconds, "a finite number of seconds, from 0 (a pass waits for nobody)")
+
+
+#: what a scheduler's settings must be, whenever one is set
+_CHECKS: dict[str, Callable[[str, Any], None]] = {
+    "budget": functools.partial(limits.check_count, least=1),
+    "alone": functools.partial(limits.check_count, least=1),
+    "patience": _check_patience,
+}
 
 
 class Ticket:
@@ -69,36 +83,10 @@ class TenantScheduler:
             raise ticket.outcome
         return ticket.outcome  # type: ignore[no-any-return]
 
-    @property
-    def budget(self) -> int:
-        """Tokens of a pass that several share, at most."""
-        return self._budget
-
-    @budget.setter
-    def budget(self, tokens: int) -> None:
-        limits.check_count("budget", tokens, least=1)
-        self._budget = tokens
-
-    @property
-    def alone(self) -> int:
-        """Tokens above which a call has a pass for itself."""
-        return self._alone
-
-    @alone.setter
-    def alone(self, tokens: int) -> None:
-        limits.check_count("alone", tokens, least=1)
-        self._alone = tokens
-
-    @property
-    def patience(self) -> float:
-        """Seconds for which a pass waits for those who shared the last one."""
-        return self._patience
-
-    @patience.setter
-    def patience(self, seconds: float) -> None:
-        if not limits.is_number(seconds) or not 0 <= seconds < math.inf:
-            raise BadArgument("patience", seconds, "a finite number of seconds, from 0 (a pass waits for nobody)")
-        self._patience = seconds
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _CHECKS:
+            _CHECKS[name](name, value)
+        super().__setattr__(name, value)
 
     @property
     def limits(self) -> tuple[int, int]:

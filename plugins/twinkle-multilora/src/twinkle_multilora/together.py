@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from twinkle_core.contracts.engine import Batch
-from twinkle_core.errors import EmptyBatch, FailedElsewhere
+from twinkle_core.errors import EmptyBatch, FailedElsewhere, RanksApart
 from twinkle_core.errors.adapters import whose
 from twinkle_core.isolation import attempt
 from twinkle_core.train.calls import Asked, Call
 from twinkle_core.train.micro import cut_batch
+from twinkle_core.train.together import said
 from twinkle_core.types import IGNORE_INDEX
 from twinkle_multilora.engine import Share, SlotEngine
 from twinkle_multilora.many import Many, Outcome, result_of
@@ -65,15 +66,19 @@ class Together(Many):
         _ = engine.packs  # asked by all ranks at once
         with engine.by_itself():
             found = [attempt(functools.partial(self._ready, asked)) for asked in many]
-        here = [(done.why, _size(done.value)) for done in found]
+        here = [
+            (done.why, _size(done.value), said(asked.temperature, asked.task)) for asked, done in zip(many, found, strict=True)
+        ]
         told = engine.gather_objects(here, "world")
         ready: list[Call | BaseException] = []
         for i, (asked, done) in enumerate(zip(many, found, strict=True)):
             wrong = next((rank for rank, calls in enumerate(told) if calls[i][0]), None)
+            what = f"forward_backward of {whose(asked.session.name)}"
             if done.value is None:
                 ready.append(result_of(done))
+            elif wrong is None and len({calls[i][2] for calls in told}) > 1:  # they would share passes in other groups
+                ready.append(RanksApart.differently([what + calls[i][2] for calls in told]))
             elif wrong is not None:
-                what = f"forward_backward of {whose(asked.session.name)}"
                 ready.append(FailedElsewhere(what, wrong, told[wrong][i][0]))
             elif not any(calls[i][1][1] for calls in told):
                 ready.append(EmptyBatch())
@@ -102,12 +107,6 @@ class Together(Many):
             return None
         piece = self.engine.piece(call.batches[0], call.needs, call.asked.task)
         return piece.count if piece is not None else None
-
-    def _attempt(self, call: Call) -> Outcome:
-        done = attempt(lambda: self._run(call))  # what it raises is raised to the tenant whose call it is
-        if done.error is not None and self.engine.several and call.session.window.count:
-            return attempt(lambda: self._fail(call, done.error, [True])).error
-        return result_of(done)
 
     def _run_group(self, calls: Sequence[Call]) -> list[Outcome]:
         """Calls in one pass. Where it fails before any loss, each by itself: so whose fault it is shows."""

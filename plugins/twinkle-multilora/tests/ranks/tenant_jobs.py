@@ -234,6 +234,11 @@ class Jobs:
         found["rows"] = told(lambda: built.forward_backward(broken, adapter_name="a"))
         found["many"] = told(lambda: built.forward_backward_many({"a": broken, "b": rows["b"]}))
         found["nothing"] = told(lambda: built.forward_backward([], adapter_name="a"))
+        for name, call in (
+            ("apart", lambda: built.forward_backward(rows["a"], adapter_name="a", temperature=1.0 + rank)),
+            ("apart in company", lambda: built.forward_backward_many(rows, temperature=1.0 + rank)),
+        ):
+            found[name] = told(call)
         found["counts"] = [built.sessions[name].window.count for name in "ab"]
 
         def failing(inputs, outputs):

@@ -149,13 +149,23 @@ def test_micro_batches_of_which_ranks_have_more_or_fewer(mesh, questions):
 def test_what_fails_on_one_rank_fails_on_all(mesh, questions):
     """And costs nobody else anything."""
     first, second = (part["faults"] for part in questions[mesh])
-    for case, own in (("rows", "BadRow"), ("many", "BadRow"), ("loss", "ZeroDivisionError")):
+    for case, own in (
+        ("rows", "BadRow"),
+        ("many", "BadRow"),
+        ("loss", "ZeroDivisionError"),
+        ("loss in company", "ZeroDivisionError"),
+    ):
         assert second[case][0] == own
         assert first[case][0] == "FailedElsewhere"
         assert "rank 1" in first[case][1]
         assert own in first[case][1]
     assert "adapter 'a'" in first["rows"][1]
     for found in (first, second):
+        for case in ("apart", "apart in company"):
+            assert (
+                found[case][0] == "RanksApart"
+                and "rank 1 in forward_backward of adapter 'a' at temperature 2.0" in found[case][1]
+            )
         assert found["nothing"][0] == "EmptyBatch"
         assert found["counts"] == [0, 0]
         assert found["windows"] == [0, 1]

@@ -18,6 +18,7 @@ from twinkle_core.contracts.adapters import BASE
 from twinkle_core.errors import BadAdapter, DuplicateAdapter, UnknownAdapter
 from twinkle_core.names import closest
 from twinkle_core.ops.sharded import like
+from twinkle_core.train.together import on_all
 from twinkle_transformers import checkpoint
 from twinkle_transformers.layout import Layout
 from twinkle_transformers.precision import Precision
@@ -77,28 +78,14 @@ class PeftAdapters(ModelStore):
     # ------------------------------------------------------------------------------------------------ acquire, release
 
     def acquire(self, name: str, config: Any) -> str:
-        check_name(name)
-        if name in self._inner:
-            raise DuplicateAdapter(name)
-        state: dict[str, torch.Tensor] | None = None
-        if isinstance(config, (str, Path)):
-            config, state = self.from_folder(name, config)
-        config = check_config(name, config, self.module, [self.config(n) for n in self.names()])
         inner = f"twinkle{self._count}"
+        config, state, read = on_all(lambda: self._planned(name, inner, config))
         everything = str(getattr(config, "target_modules", None)).lower() == INCLUDE_LINEAR_LAYERS_SHORTHAND
-        tree = self.module if self._peft is None else self._peft
-        trial = rehearse(name, lambda weightless: skeleton(tree, weightless), inner, config, type(self.module).__name__)
-        base = plain_parameters(self.module)
-        read = {key: base[key] for key in trial.reads}
-        if state is not None:
-            checkpoint.check_keys(trial.tensors, state, f"adapter '{name}'")
-        else:
-            check_not_rounded(name, read, self.precision)
         self._count += 1
         if not self._inner:
             self._base_flags = {p: p.requires_grad for p in self.module.parameters()}
         try:
-            with self.precision.as_stored(self._base_flags, set(read.values())):
+            with self.precision.as_stored(self._base_flags, read):
                 self._inject(name, inner, config)
             if state is not None:
                 self.load_state_dict(name, state)
@@ -108,6 +95,27 @@ class PeftAdapters(ModelStore):
         if everything:
             tell_left_out(name, self.module)
         return name
+
+    def _planned(
+        self, name: str, inner: str, config: Any
+    ) -> tuple[PeftConfig, dict[str, torch.Tensor] | None, set[torch.nn.Parameter]]:
+        """The config, checked; its tensors, where it is read from a folder; and which of the model's it begins from."""
+        check_name(name)
+        if name in self._inner:
+            raise DuplicateAdapter(name)
+        state: dict[str, torch.Tensor] | None = None
+        if isinstance(config, (str, Path)):
+            config, state = self.from_folder(name, config)
+        config = check_config(name, config, self.module, [self.config(n) for n in self.names()])
+        tree = self.module if self._peft is None else self._peft
+        trial = rehearse(name, lambda weightless: skeleton(tree, weightless), inner, config, type(self.module).__name__)
+        base = plain_parameters(self.module)
+        read = {key: base[key] for key in trial.reads}
+        if state is not None:
+            checkpoint.check_keys(trial.tensors, state, f"adapter '{name}'")
+        else:
+            check_not_rounded(name, read, self.precision)
+        return config, state, set(read.values())
 
     def _inject(self, name: str, inner: str, config: PeftConfig) -> None:
         known = set(self.module.modules())

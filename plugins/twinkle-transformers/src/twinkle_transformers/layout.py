@@ -135,7 +135,10 @@ def lay_over(
     """
     mesh, device = layout.meeting.mesh, layout.meeting.device
     by_one = by_one and mesh.sizes["fsdp"] > 1
-    module = fsdp.load_on_first(mesh, lambda: read(torch.device("cpu")), build) if by_one else read(device)
+    if by_one:
+        module = fsdp.load_on_first(mesh, lambda: read(torch.device("cpu")), build)
+    else:
+        module = layout.meeting.on_all(f"to make {layout.owner}", lambda: read(device))
     prepare(module)
     tensor.check(layout.owner, getattr(module, "config", None), mesh)
     if not by_one:

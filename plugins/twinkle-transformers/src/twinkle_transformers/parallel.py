@@ -14,14 +14,15 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Several
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch.amp.grad_scaler import OptState
 
 from twinkle_core import arguments, settings
-from twinkle_core.errors import ManyProcesses, RanksApart
+from twinkle_core.errors import FailedElsewhere, ManyProcesses, RanksApart
+from twinkle_core.isolation import attempt
 from twinkle_core.log import get_logger
 from twinkle_core.mesh import DeviceMesh
 from twinkle_core.ops.gather import Ranks
@@ -147,6 +148,21 @@ class Meeting:
 
     def ranks(self, kind: str) -> Ranks | None:
         return Ranks(self.group(kind)) if self._sizes[kind] > 1 else None
+
+    def on_all(self, what: str, call: Callable[[], T]) -> T:
+        """What ``call`` gives, once it is done on all ranks.
+
+        Raises:
+            FailedElsewhere: it failed on another rank; and what ``call`` raises.
+        """
+        done = attempt(call)
+        told = self.gather_objects(done.why, WORLD)
+        if done.error is not None:
+            raise done.error
+        for rank, why in enumerate(told):
+            if why:
+                raise FailedElsewhere(what, rank, why)
+        return cast(T, done.value)
 
     def agree(self, tensors: Iterable[torch.Tensor]) -> None:
         """Give tensors that lie apart nowhere the values that rank 0 has.
