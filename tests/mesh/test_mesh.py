@@ -47,6 +47,13 @@ def test_ulysses_peers_share_their_rows():
     assert [mesh.at(r).data_rank for r in range(4)] == [0, 0, 1, 1]
 
 
+def test_ranks_with_the_same_rows_draw_one_stream_and_others_draw_others():
+    mesh = DeviceMesh.from_sizes(dp_size=2, fsdp_size=2, tp_size=2, ulysses_size=2)
+    for rank, stream in enumerate(mesh.streams):
+        assert [r for r, other in enumerate(mesh.streams) if other == stream] == mesh.ranks("tp", rank=rank)
+    assert sorted(set(mesh.streams)) == [0, 1, 2, 3] and DeviceMesh.from_sizes(world_size=1).streams == [0]
+
+
 def test_one_process_needs_no_sizes():
     mesh = DeviceMesh.from_sizes()
     assert (mesh.world_size, mesh.data_world_size, mesh.data_rank) == (1, 1, 0)

@@ -160,6 +160,20 @@ def test_random_state_goes_there_and_back():
     assert [torch.rand(2).tolist(), random.gauss(0, 1), numpy.random.standard_normal()] == draw
 
 
+def test_a_rank_finds_the_random_state_of_its_stream():
+    ranks = [({"torch": torch.tensor([rank])}, {"python": rank}) for rank in range(4)]
+    tensors, data = rng.join(ranks, [0, 0, 1, 1])
+
+    def taken(rank, stream):
+        found = rng.of_rank(tensors, json.loads(json.dumps(data)), rank, stream)
+        return found and (int(found[0]["torch"]), found[1]["python"])
+
+    assert [taken(rank, rank // 2) for rank in range(4)] == [(rank, rank) for rank in range(4)], "the same mesh: each its own"
+    assert [taken(rank, rank) for rank in range(4)] == [(0, 0), (2, 2), None, None]
+    assert [taken(rank, 0) for rank in range(4)] == [(0, 0), (1, 1), (0, 0), (0, 0)]
+    assert rng.of_rank(*rng.join(ranks[:1], [0]), 1, 0) == ranks[0], "one process's is there for all that share its rows"
+
+
 def test_the_scaler_is_resumed(tmp_path):
     def made():
         return fresh(engine=ToyEngine, scaler=torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2))
