@@ -233,6 +233,20 @@ def test_what_was_set_before_resuming_stays_or_is_told(tmp_path, caplog):
     assert session.optimizer.param_groups[0]["lr"] == 0.375
 
 
+def test_how_an_update_is_computed_is_said_by_who_resumes(tmp_path, caplog):
+    """Of a run whose tensors lay whole; where parts of tensors lie beside plain ones, torch's ``foreach`` can't take them."""
+    first, second = session_model(TwoWords()), session_model(TwoWords())
+    for model, each in ((first, True), (second, False)):
+        model.set_optimizer("adamw", lr=0.1, foreach=each)
+    run(first, [[row([1])]] * 2, size=1)
+    second.resume_from_checkpoint(first.save("c", tmp_path, save_optimizer=True))
+    assert [group["foreach"] for group in second.sessions[""].optimizer.param_groups] == [False]
+    assert caplog.messages == []
+    for model in (first, second):
+        run(model, [[row([1])]], size=1)
+    torch.testing.assert_close(first.get_state_dict(), second.get_state_dict())
+
+
 def test_an_open_window_of_no_size_yet_takes_the_one_that_was_set(tmp_path, caplog):
     first, second = session_model(TwoWords()), session_model(TwoWords())
     for model in (first, second):
