@@ -125,6 +125,12 @@ entry(
     e.BadMesh.group("ranks", "four", "a positive number, or a list of different ranks"),
 )
 entry(
+    e.BadLaunch.number("WORLD_SIZE", "two", 1),
+    e.BadLaunch.without("RANK", 2),
+    e.BadLaunch.outside(5, 2),
+    e.BadLaunch.apart(0, 1),
+)
+entry(
     e.RankFailed(1, 2, "ended with status 1", "Traceback (most recent call last):\n...\nValueError: no such layer"),
     why="A compliance suite ran a model in several processes. What follows is the end of what that process wrote.",
     way="Mend what the traceback shows.",

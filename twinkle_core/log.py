@@ -27,8 +27,8 @@ def get_logger(name: str = "twinkle") -> logging.Logger:
         handler.setFormatter(logging.Formatter("[%(levelname)s %(name)s] %(message)s"))
         root.addHandler(handler)
     if root.level == logging.NOTSET:
-        root.setLevel(settings.log_level() if settings.rank() == 0 else "WARNING")
-        if settings.rank() == 0:
+        root.setLevel(settings.log_level() if settings.speaks() else "WARNING")
+        if settings.speaks():
             for fault in settings.faults():  # once: the level is set now
                 root.warning("%s", fault)
     return root if name == "twinkle" else root.getChild(name.removeprefix("twinkle."))

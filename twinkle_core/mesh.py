@@ -134,6 +134,13 @@ class DeviceMesh:
         return (place["dp"] * self.sizes["fsdp"] + place["fsdp"]) // self.ulysses_size
 
     @property
+    def streams(self) -> list[int]:
+        """Of each rank, which random numbers it draws: the same as another where both compute on the same rows (``tp``), others
+        where rows or parts of them differ."""
+        places = [self.coordinates(rank) for rank in range(self.world_size)]
+        return [place["dp"] * self.sizes["fsdp"] + place["fsdp"] for place in places]
+
+    @property
     def leads(self) -> bool:
         """Whether this process is the first of those that get its share of the rows."""
         if self.world_size == 1:

@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from twinkle_core.errors import BadLaunch
+
 
 @dataclass(frozen=True, slots=True)
 class Setting:
@@ -130,17 +132,42 @@ def log_level() -> str:
 def local_rank() -> int | None:
     """LOCAL_RANK, which torchrun sets."""
     value = os.environ.get("LOCAL_RANK")
-    return int(value) if value is not None else None
+    return _launched("LOCAL_RANK", value, 0) if value is not None else None
 
 
 def world_size() -> int:
     """WORLD_SIZE, which torchrun sets; 1 without it."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    return _launched("WORLD_SIZE", os.environ.get("WORLD_SIZE", "1"), 1)
 
 
 def rank() -> int:
-    """RANK, which torchrun sets; 0 without it."""
-    return int(os.environ.get("RANK", "0"))
+    """RANK, which torchrun sets; 0 without it.
+
+    Raises:
+        BadLaunch: it is none of the ranks of several processes, or is missing there.
+    """
+    size = world_size()
+    value = os.environ.get("RANK") if size > 1 else os.environ.get("RANK", "0")
+    if value is None:
+        raise BadLaunch.without("RANK", size)
+    if (found := _launched("RANK", value, 0)) >= size > 1:
+        raise BadLaunch.outside(found, size)
+    return found
+
+
+def speaks() -> bool:
+    """Whether this process writes logs for all: no other rank's number is set, whatever else is."""
+    return os.environ.get("RANK", "0").strip() in ("", "0")
+
+
+def _launched(variable: str, value: str, least: int) -> int:
+    try:
+        number = int(value)
+    except ValueError:
+        number = least - 1
+    if number < least:
+        raise BadLaunch.number(variable, value, least)
+    return number
 
 
 def become_rank(rank: int, world_size: int, *, local_rank: int | None = None, master: tuple[str, int] | None = None) -> None:

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from twinkle_core.errors import BadMesh
+from twinkle_core.data.dataloader import DataLoader
+from twinkle_core.errors import BadLaunch, BadMesh
 from twinkle_core.mesh import ORDER, DeviceGroup, DeviceMesh
 
 size = st.integers(1, 3)
@@ -47,6 +48,13 @@ def test_ulysses_peers_share_their_rows():
     assert [mesh.at(r).data_rank for r in range(4)] == [0, 0, 1, 1]
 
 
+def test_ranks_with_the_same_rows_draw_one_stream_and_others_draw_others():
+    mesh = DeviceMesh.from_sizes(dp_size=2, fsdp_size=2, tp_size=2, ulysses_size=2)
+    for rank, stream in enumerate(mesh.streams):
+        assert [r for r, other in enumerate(mesh.streams) if other == stream] == mesh.ranks("tp", rank=rank)
+    assert sorted(set(mesh.streams)) == [0, 1, 2, 3] and DeviceMesh.from_sizes(world_size=1).streams == [0]
+
+
 def test_one_process_needs_no_sizes():
     mesh = DeviceMesh.from_sizes()
     assert (mesh.world_size, mesh.data_world_size, mesh.data_rank) == (1, 1, 0)
@@ -77,6 +85,24 @@ def test_sizes_that_do_not_fit_show_the_arithmetic(sizes, words):
     with pytest.raises(BadMesh) as error:
         DeviceMesh.from_sizes(**sizes)
     assert all(word in str(error.value) for word in words), str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("variables", "words"),
+    [
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2 in the environment, and RANK is missing"),
+        ({"WORLD_SIZE": "2", "RANK": "2"}, r"RANK=2 in the environment is none of WORLD_SIZE=2 processes \(0 … 1\)"),
+        ({"WORLD_SIZE": "2", "RANK": "-1"}, "RANK='-1' in the environment is not a whole number from 0 up"),
+        ({"WORLD_SIZE": "two", "RANK": "0"}, "WORLD_SIZE='two' in the environment is not a whole number from 1 up"),
+        ({"WORLD_SIZE": "0", "RANK": "0"}, "WORLD_SIZE='0'"),
+    ],
+)
+def test_an_environment_that_names_no_rank_is_told(monkeypatch, variables, words):
+    monkeypatch.delenv("RANK", raising=False)
+    for variable, value in variables.items():
+        monkeypatch.setenv(variable, value)
+    with pytest.raises(BadLaunch, match=words):
+        DataLoader(range(8), batch_size=2, device_mesh=DeviceMesh.from_sizes())
 
 
 def test_repr_is_a_drawing():

@@ -160,6 +160,20 @@ def test_random_state_goes_there_and_back():
     assert [torch.rand(2).tolist(), random.gauss(0, 1), numpy.random.standard_normal()] == draw
 
 
+def test_a_rank_finds_the_random_state_of_its_stream():
+    ranks = [({"torch": torch.tensor([rank])}, {"python": rank}) for rank in range(4)]
+    tensors, data = rng.join(ranks, [0, 0, 1, 1])
+
+    def taken(rank, stream):
+        found = rng.of_rank(tensors, json.loads(json.dumps(data)), rank, stream)
+        return found and (int(found[0]["torch"]), found[1]["python"])
+
+    assert [taken(rank, rank // 2) for rank in range(4)] == [(rank, rank) for rank in range(4)], "the same mesh: each its own"
+    assert [taken(rank, rank) for rank in range(4)] == [(0, 0), (2, 2), None, None]
+    assert [taken(rank, 0) for rank in range(4)] == [(0, 0), (1, 1), (0, 0), (0, 0)]
+    assert rng.of_rank(*rng.join(ranks[:1], [0]), 1, 0) == ranks[0], "one process's is there for all that share its rows"
+
+
 def test_the_scaler_is_resumed(tmp_path):
     def made():
         return fresh(engine=ToyEngine, scaler=torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2))
@@ -217,6 +231,20 @@ def test_what_was_set_before_resuming_stays_or_is_told(tmp_path, caplog):
     ]
     run(second, [[row([1])]] * 8, size=8)
     assert session.optimizer.param_groups[0]["lr"] == 0.375
+
+
+def test_how_an_update_is_computed_is_said_by_who_resumes(tmp_path, caplog):
+    """Of a run whose tensors lay whole; where parts of tensors lie beside plain ones, torch's ``foreach`` can't take them."""
+    first, second = session_model(TwoWords()), session_model(TwoWords())
+    for model, each in ((first, True), (second, False)):
+        model.set_optimizer("adamw", lr=0.1, foreach=each)
+    run(first, [[row([1])]] * 2, size=1)
+    second.resume_from_checkpoint(first.save("c", tmp_path, save_optimizer=True))
+    assert [group["foreach"] for group in second.sessions[""].optimizer.param_groups] == [False]
+    assert caplog.messages == []
+    for model in (first, second):
+        run(model, [[row([1])]], size=1)
+    torch.testing.assert_close(first.get_state_dict(), second.get_state_dict())
 
 
 def test_an_open_window_of_no_size_yet_takes_the_one_that_was_set(tmp_path, caplog):

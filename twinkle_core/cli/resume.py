@@ -110,10 +110,12 @@ def _stand_ins(plan: planning.Plan) -> tuple[Any, Any]:
 
 def _of_optimizer(plan: planning.Plan, live: Any, folder: Path) -> dict[str, Any]:
     """Arguments whose values in the checkpoint are others. A learning rate that a schedule moves is compared where it began."""
+    from twinkle_core.train.optim import HOW
     from twinkle_core.train.plain import to_plain
 
     here, saved = live.param_groups[0], _read(folder / "optimizer.json")["groups"][0]
-    left_out = {"params"} | ({"momentum", "betas"} if "max_momentum" in here else set())  # a schedule that moves momenta too
+    moved = {"momentum", "betas"} if "max_momentum" in here else set()  # by a schedule that moves momenta too
+    left_out = {"params", *HOW} | moved
     found = {}
     for key in (_takes(plan.classes["optimizer"]) & here.keys() & saved.keys()) - left_out:
         at = "initial_lr" if key == "lr" and "initial_lr" in here and "initial_lr" in saved else key

@@ -72,6 +72,7 @@ from twinkle_core.errors.data import NoSuchPath as NoSuchPath
 from twinkle_core.errors.data import NotOnHub as NotOnHub
 from twinkle_core.errors.data import Unreachable as Unreachable
 from twinkle_core.errors.meshes import AlreadyInitialized as AlreadyInitialized
+from twinkle_core.errors.meshes import BadLaunch as BadLaunch
 from twinkle_core.errors.meshes import BadMesh as BadMesh
 from twinkle_core.errors.meshes import FailedElsewhere as FailedElsewhere
 from twinkle_core.errors.meshes import NotInitialized as NotInitialized

@@ -39,6 +39,37 @@ class BadMesh(TwinkleError, ValueError):
         return cls(f"DeviceGroup({field}={value!r}): {way}.")
 
 
+#: who says which process this is
+LAUNCHER = "torchrun sets RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
+
+
+class BadLaunch(TwinkleError, ValueError):
+    """RANK, WORLD_SIZE or LOCAL_RANK of the environment can't be."""
+
+    @classmethod
+    def number(cls, variable: str, value: str, least: int) -> BadLaunch:
+        return cls(f"{variable}={value!r} in the environment is not a whole number from {least} up. {LAUNCHER}.")
+
+    @classmethod
+    def without(cls, variable: str, world_size: int) -> BadLaunch:
+        return cls(
+            f"WORLD_SIZE={world_size} in the environment, and {variable} is missing: which of the processes is this?\n"
+            f"    {LAUNCHER}. For one process: unset WORLD_SIZE."
+        )
+
+    @classmethod
+    def outside(cls, rank: int, world_size: int) -> BadLaunch:
+        which = f"none of WORLD_SIZE={world_size} processes (0 … {world_size - 1})"
+        return cls(f"RANK={rank} in the environment is {which}. {LAUNCHER}.")
+
+    @classmethod
+    def apart(cls, rank: int, group: int) -> BadLaunch:
+        return cls(
+            f"this process is rank {group} of torch's process group, and rank {rank} by RANK in the environment, which says "
+            f"what rows are its own.\n    {LAUNCHER}; who starts processes otherwise sets them alike, before anything is made."
+        )
+
+
 class RankFailed(TwinkleError, RuntimeError):
     """One of several processes that work together ended badly; the others were ended too."""
 

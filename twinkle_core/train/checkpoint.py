@@ -184,7 +184,7 @@ def _gather_state(model: Sessions, session: Session, parts: Parts) -> None:
     plain = {k: v for k, v in state.items() if k not in tensors}
     parts.tensors["engine"], parts.data["engine"] = tensors, to_plain(plain, "the state of the engine")
     captured = model.engine.gather_objects(rng.capture(), "world")
-    parts.tensors["rng"], parts.data["rng"] = rng.join(captured)
+    parts.tensors["rng"], parts.data["rng"] = rng.join(captured, model.engine.mesh.streams)
 
 
 def _write_shards(model: Sessions, folder: Path, parts: Parts, first: bool) -> None:

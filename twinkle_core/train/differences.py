@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from twinkle_core.train.optim import HOW
 from twinkle_core.train.plain import to_plain
 
 
@@ -20,7 +21,7 @@ def of_optimizer(optimizer: Any, saved: Sequence[Mapping[str, Any]]) -> list[str
     """Hyperparameters of groups; the checkpoint's count. A learning rate that a schedule moves is compared where it began."""
     found: dict[str, tuple[Any, Any]] = {}
     for live, group in zip(optimizer.param_groups, saved, strict=True):
-        moved = {"params", "initial_lr"}
+        moved = {"params", "initial_lr", *HOW}
         if "max_momentum" in live:  # a schedule that moves momenta too
             moved |= {"momentum", "betas"}
         for key in (live.keys() & group.keys()) - moved:

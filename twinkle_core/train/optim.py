@@ -17,6 +17,8 @@ from twinkle_core.train.plain import from_plain, to_plain
 
 #: where a class takes them and the user gave none
 DEFAULTS = {"lr": 1e-5, "weight_decay": 0.01}
+#: options that say how an update is computed, and not what: on resume the live optimizer's count, which fit where tensors lie
+HOW = frozenset({"foreach", "fused"})
 
 
 def _takes(cls: Callable[..., Any]) -> set[str]:
@@ -220,7 +222,8 @@ def prepare_state(
             raise CheckpointMismatch(source, f"it holds state of the unknown parameter {name}")
         state.setdefault(position[name], {}).update(values)
     groups = [
-        {k: from_plain(v, live.get(k)) for k, v in group.items() if k != "params"} | {"params": [position[n] for n in members]}
+        {k: live[k] if k in HOW and k in live else from_plain(v, live.get(k)) for k, v in group.items() if k != "params"}
+        | {"params": [position[n] for n in members]}
         for group, live, members in zip(data["groups"], optimizer.param_groups, names, strict=True)
     ]
     return {"state": state, "param_groups": groups}

@@ -71,9 +71,11 @@ def read(model: Sessions, session: Session, folder: Path, state: TrainerState) -
             source = str(folder / "gradients.safetensors")
             raise CheckpointMismatch(source, f"parameter {name} is not here, or of another shape")
     with reading(folder, "rng.json"):
-        mine = rng.of_rank(_tensors(folder, "rng"), data_of(folder, "rng"), model.engine.mesh.rank)
+        mesh = model.engine.mesh
+        rank = mesh.rank if mesh.world_size > 1 else 0
+        mine = rng.of_rank(_tensors(folder, "rng"), data_of(folder, "rng"), rank, mesh.streams[rank])
         if mine is None:
-            loaded.notes.append(f"it holds no random state of rank {model.engine.mesh.rank}: this rank draws on from its own")
+            loaded.notes.append(f"it holds no random state of rank {rank}: this rank draws on from its own")
             mine = rng.capture()
         loaded.rng_tensors, loaded.rng = mine
         rng.check(loaded.rng_tensors, loaded.rng)

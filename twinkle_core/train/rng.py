@@ -27,24 +27,28 @@ def capture() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
 Captured = tuple[dict[str, torch.Tensor], dict[str, Any]]
 
 
-def join(ranks: Sequence[Captured]) -> Captured:
-    """What each rank captured as one: the first rank's as it is, the others' beside it. Ranks draw different numbers."""
+def join(ranks: Sequence[Captured], streams: Sequence[int]) -> Captured:
+    """What each rank captured as one: the first rank's as it is, the others' beside it. Ranks draw different numbers, but for
+    those of one stream (``DeviceMesh.streams``)."""
     (tensors, data), *others = ranks
     joined = dict(tensors)
     for rank, (theirs, _) in enumerate(others, 1):
         joined |= {f"rank{rank}/{key}": tensor for key, tensor in theirs.items()}
-    return joined, {**data, "ranks": [theirs for _, theirs in others]} if others else data
+    return joined, {**data, "ranks": [theirs for _, theirs in others], "streams": list(streams)} if others else data
 
 
-def of_rank(tensors: Mapping[str, torch.Tensor], data: Mapping[str, Any], rank: int) -> Captured | None:
-    """One rank's part of what ``join`` made; None where there were not so many."""
-    others = data.get("ranks", [])
-    if rank == 0:
-        return {k: t for k, t in tensors.items() if not k.startswith("rank")}, {k: v for k, v in data.items() if k != "ranks"}
-    if rank > len(others):
+def of_rank(tensors: Mapping[str, torch.Tensor], data: Mapping[str, Any], rank: int, stream: int) -> Captured | None:
+    """One rank's part of what ``join`` made: its own where it drew the same stream then, else that of the first rank which did;
+    None where nobody did."""
+    others, data = data.get("ranks", []), {k: v for k, v in data.items() if k != "ranks"}
+    streams = data.pop("streams", range(len(others) + 1))
+    if stream not in streams:
         return None
-    prefix = f"rank{rank}/"
-    return {k.removeprefix(prefix): t for k, t in tensors.items() if k.startswith(prefix)}, others[rank - 1]
+    source = rank if rank < len(streams) and streams[rank] == stream else streams.index(stream)
+    if source == 0:
+        return {k: t for k, t in tensors.items() if not k.startswith("rank")}, data
+    prefix = f"rank{source}/"
+    return {k.removeprefix(prefix): t for k, t in tensors.items() if k.startswith(prefix)}, others[source - 1]
 
 
 def check(tensors: Mapping[str, torch.Tensor], data: Mapping[str, Any]) -> None:

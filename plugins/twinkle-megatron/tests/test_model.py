@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from twinkle_core.errors import (
     BadArgument,
     BadInputs,
+    BadLaunch,
     BadLayout,
     BadMesh,
     BadScheduler,
@@ -65,6 +66,18 @@ def test_layouts_of_experts_that_train_wrongly_are_refused(moe, sizes, words):
 def test_a_mesh_of_more_processes_than_there_are_is_refused(llama):
     with pytest.raises(BadMesh, match="2 rank"):
         built(llama, {"dp_size": 2})
+
+
+def test_a_rank_that_is_another_in_the_process_group_is_refused(llama, monkeypatch):
+    built(llama, {})  # Megatron is there
+    from twinkle_megatron.parallel import connect
+
+    for name, value in {"is_initialized": True, "get_world_size": 2, "get_rank": 1}.items():
+        monkeypatch.setattr(torch.distributed, name, lambda *group, value=value: value)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(BadLaunch, match="is rank 1 of torch's process group, and rank 0 by RANK"):
+        connect(torch.device("cpu"), 2)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from peft import LoraConfig
 
 from twinkle_core.errors import CheckpointNotRead, CheckpointNotWritten
 from twinkle_core.testing.ranks import run
-from twinkle_megatron.testing import Layouts, built, steps, windows
+from twinkle_megatron.testing import Layouts, built, steps, windows, write_tiny
 
 OF_TWO = [{"tp_size": 2}, {"tp_size": 2}, {"pp_size": 2}, {"dp_size": 2}]
 
@@ -121,6 +121,40 @@ def test_dropout_goes_on_bit_for_bit_and_alike_on_tensor_ranks(llama, tmp_path):
         assert unbroken["losses"][0] != unbroken["losses"][1]
         assert len(copies) == len(others) > 3
         assert all(torch.equal(a, b) for a, b in zip(copies, others, strict=True))
+
+
+class Moving:
+    """Run in processes of its own."""
+
+    def go_on(self, rank, world_size, folder, home):
+        """An update under two tensor ranks for each of two data ranks; then two more where all four are tensor ranks."""
+        copies = []
+        for sizes in ({"tp_size": 2, "dp_size": 2}, {"tp_size": 4}):
+            gc.collect()
+            model = built(folder, sizes)
+            model.add_adapter_to_model("a", LoraConfig(r=4, lora_dropout=0.5))
+            model.set_optimizer("default", lr=1e-2, adapter_name="a")
+            if copies:
+                model.resume_from_checkpoint(Path(home) / "moved", adapter_name="a")
+            steps(model, windows(2), "a")
+            copies = [
+                p.detach().clone() for key, p in model.adapters.parameters("a").items() if "lora_A" in key and "qkv" in key
+            ]
+            if "dp_size" in sizes:
+                model.save("moved", home, adapter_name="a", save_optimizer=True)
+            state = model.engine.draws.state_dict()["copies"]
+            del model
+        return copies, state
+
+
+@pytest.mark.slow
+def test_ranks_that_become_tensor_ranks_of_one_layer_drop_alike(tmp_path):
+    folder = str(write_tiny(tmp_path / "model", num_key_value_heads=4))
+    first, *others = run(Moving, "go_on", 4, {"folder": folder, "home": str(tmp_path)}, timeout=400)
+    assert first[0]
+    for copies, state in others:
+        assert all(torch.equal(a, b) for a, b in zip(first[0], copies, strict=True))
+        assert torch.equal(first[1], state), "what they drop is the same from here on too"
 
 
 class Refused:

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM, LlamaForSequenc
 from twinkle_core.errors import (
     BadArgument,
     BadGeneration,
+    BadLaunch,
     CheckpointDamaged,
     Fp8Unavailable,
     ManyProcesses,
@@ -184,6 +185,14 @@ def test_a_mesh_of_another_number_of_processes_is_refused(tiny, monkeypatch):
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)  # another test's group may be there
     with pytest.raises(ManyProcesses, match="2 processes are running"):
         model(model_id=tiny, device_mesh=DeviceMesh.from_sizes(world_size=1))
+
+
+def test_a_rank_that_is_another_in_the_process_group_is_refused(tiny, monkeypatch):
+    """A group made by hand says nothing to the mesh: all processes would train the first one's rows."""
+    for name, value in {"is_initialized": True, "get_world_size": 2, "get_rank": 1}.items():
+        monkeypatch.setattr(torch.distributed, name, lambda *group, value=value: value)
+    with pytest.raises(BadLaunch, match="is rank 1 of torch's process group, and rank 0 by RANK"):
+        model(model_id=tiny, device_mesh=DeviceMesh.from_sizes(dp_size=2).at(0))
 
 
 def test_accepted_without_effect_in_one_process(tiny):

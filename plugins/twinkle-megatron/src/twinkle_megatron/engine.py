@@ -23,7 +23,7 @@ from twinkle_core.train.session import Session
 from twinkle_core.types import InputFeature, ModelOutput
 from twinkle_megatron.buffers import BufferEngine
 from twinkle_megatron.cpu.runtime import computes
-from twinkle_megatron.draws import Draws
+from twinkle_megatron.draws import COPIES, Draws
 from twinkle_megatron.inputs import Laid, lay, planned, size_of
 from twinkle_megatron.load import Built
 from twinkle_megatron.logps import Tempered, Vocabulary, for_all, for_vocabulary, gather_sequence
@@ -267,8 +267,10 @@ class MegatronEngine(BufferEngine):
         return {f"random/{rank}/{name}": state for rank, states in enumerate(told) for name, state in states.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        mark = f"random/{self.mesh.rank}/"
-        self.draws.load_state_dict({k.removeprefix(mark): v for k, v in state.items() if k.startswith(mark)})
+        mark, first = f"random/{self.mesh.rank}/", f"random/{self.mesh.ranks('tp')[0]}/{COPIES}"
+        mine = {k.removeprefix(mark): v for k, v in state.items() if k.startswith(mark)}
+        mine.pop(COPIES, None)  # one for all that hold copies of one another now; under another layout theirs may have differed
+        self.draws.load_state_dict({**mine, **({COPIES: state[first]} if first in state else {})})
 
     def describe(self) -> dict[str, Any]:
         return {"model": type(self.chunks[0]).__name__, "device": str(self.device), **self._facts}

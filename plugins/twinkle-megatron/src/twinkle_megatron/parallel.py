@@ -14,7 +14,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from twinkle_core import settings
-from twinkle_core.errors import BadLayout, BadMesh, ManyLayouts
+from twinkle_core.errors import BadLaunch, BadLayout, BadMesh, ManyLayouts
 from twinkle_core.mesh import DeviceMesh
 
 OWNER = "MegatronModel"
@@ -155,6 +155,7 @@ def connect(device: torch.device, world: int) -> None:
 
     Raises:
         BadMesh: as many processes as the mesh has ranks do not run.
+        BadLaunch: the group that is there says that this is another rank than RANK says.
     """
     there = dist.get_world_size() if dist.is_initialized() else settings.world_size()
     if there != world:
@@ -162,6 +163,8 @@ def connect(device: torch.device, world: int) -> None:
             f"the mesh has {world} rank(s), and {there} process(es) run; start as many: torchrun --nproc-per-node {world}"
         )
     if dist.is_initialized():
+        if world > 1 and dist.get_rank() != settings.rank():
+            raise BadLaunch.apart(settings.rank(), dist.get_rank())
         return
     backend = "gloo" if device.type == "cpu" else "nccl"
     if world == 1:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.amp.grad_scaler import OptState
 
 from twinkle_core import arguments, settings
-from twinkle_core.errors import FailedElsewhere, ManyProcesses, RanksApart
+from twinkle_core.errors import BadLaunch, FailedElsewhere, ManyProcesses, RanksApart
 from twinkle_core.isolation import attempt
 from twinkle_core.log import get_logger
 from twinkle_core.mesh import DeviceMesh
@@ -48,11 +48,15 @@ def mesh_of(owner: str, mesh: DeviceMesh | None) -> DeviceMesh:
 
     Raises:
         ManyProcesses: it has another number of ranks than there are processes.
+        BadLaunch: torch's process group says that this is another rank than the mesh says.
     """
     given, mesh = mesh is not None, mesh or default_mesh() or DeviceMesh.from_sizes()
     running = dist.get_world_size() if dist.is_initialized() else settings.world_size()
     if mesh.world_size != running:
         raise ManyProcesses(owner, mesh.world_size, running, given)
+    rank = mesh.rank if running > 1 else 0  # told before ranks wait for one that never comes
+    if running > 1 and dist.is_initialized() and dist.get_rank() != rank:
+        raise BadLaunch.apart(rank, dist.get_rank())
     return mesh
 
 

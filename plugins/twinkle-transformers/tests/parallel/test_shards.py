@@ -139,6 +139,35 @@ def test_no_rank_holds_the_whole(tmp_path):
         assert part["own"] <= part["files"][rank] <= part["own"] + header, "its own part, and no more"
 
 
+def test_dropout_is_one_on_ranks_that_come_to_share_rows(tmp_path):
+    """One process's checkpoint, and that of two data ranks, on the parts of a layer: both ranks drop what the first dropped."""
+    job = {"optimizer": "adamw", "adapter": "a", "options": {"dropout": 0.5, "targets": ["q_proj", "gate_proj"]}}
+    alone = Jobs().checkpoints(0, 1, str(tmp_path), {"one": {**job, "sizes": {}}})["one"]
+    given = {"folder": str(tmp_path), "jobs": {"dp": {**job, "sizes": {"dp_size": 2}}}}
+    apart = ranks.run(Jobs, "checkpoints", 2, given, timeout=240)
+    paths = {"one": alone["path"], "dp": apart[0]["dp"]["path"]}
+    given = {"paths": paths, "jobs": {name: {**job, "sizes": {"tp_size": 2}} for name in paths}, "folder": str(tmp_path / "tp")}
+    parts = ranks.run(Jobs, "resume", 2, given, timeout=240)
+    for part in parts:
+        assert_goes_on(part["one"], alone["unbroken"], alone["first"])
+    drawn = [load_file(f"{parts[0][name]['path']}/rng.safetensors") for name in paths]
+    assert all(torch.equal(tensors["torch"], tensors["rank1/torch"]) for tensors in drawn)
+
+
+@pytest.mark.slow
+def test_dropout_of_data_ranks_goes_on_where_each_becomes_two(tmp_path):
+    job = {"optimizer": "adamw", "adapter": "a", "options": {"dropout": 0.5, "targets": ["q_proj", "gate_proj"]}}
+    given = {"folder": str(tmp_path), "jobs": {"m": {**job, "sizes": {"dp_size": 2}}}}
+    apart = ranks.run(Jobs, "checkpoints", 2, given, timeout=240)[0]["m"]
+    given = {
+        "paths": {"m": apart["path"]},
+        "jobs": {"m": {**job, "sizes": {"dp_size": 2, "tp_size": 2}}},
+        "folder": str(tmp_path),
+    }
+    for part in ranks.run(Jobs, "resume", 4, given, timeout=240):
+        assert_goes_on(part["m"], apart["unbroken"], apart["first"])
+
+
 def damage(folder, how):
     if how == "missing":
         next(folder.glob("model-shards/*")).unlink()
