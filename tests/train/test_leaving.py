@@ -60,12 +60,23 @@ def test_they_are_not_waited_for_longer_than_was_said(monkeypatch):
     assert 0.2 <= time.monotonic() - begun < 2.0
 
 
+def within(seconds, what):
+    """Whether it becomes true."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        if what():
+            return True
+        time.sleep(0.005)
+    return False
+
+
 @LINUX
 def test_threads_of_gloo_bear_its_name(tmp_path):
     dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
     try:
-        names = [comm.read_text() for comm in Path("/proc/self/task").glob("*/comm")]
-        assert any(name.startswith("pt_gloo") for name in names)
+        assert within(
+            10.0, lambda: any(comm.read_text().startswith("pt_gloo") for comm in Path("/proc/self/task").glob("*/comm"))
+        )
     finally:
         dist.destroy_process_group()
 
@@ -81,23 +92,15 @@ def test_a_thread_of_gloo_that_works_is_told_from_one_that_waits():
         while not end.is_set():
             zlib.crc32(bytes(2**20))  # without the interpreter
 
-    def within(seconds: float, what: bool) -> bool:
-        until = time.monotonic() + seconds
-        while time.monotonic() < until:
-            if together._gloo_runs() is what:
-                return True
-            time.sleep(0.005)
-        return False
-
     thread = threading.Thread(target=work)
     thread.start()
     try:
         assert ready.wait(10)
-        assert within(10.0, False)  # it waits
+        assert within(10.0, lambda: not together._gloo_runs())  # it waits
         go.set()
-        assert within(10.0, True)
+        assert within(10.0, together._gloo_runs)
     finally:
         go.set()
         end.set()
         thread.join()
-    assert within(10.0, False)
+    assert within(10.0, lambda: not together._gloo_runs())

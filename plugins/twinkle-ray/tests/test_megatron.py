@@ -48,7 +48,7 @@ def test_many_tenants_of_megatron_on_two_workers(cluster, tmp_path, sizes):
                 model.save(name, tmp_path, adapter_name=name)
             model.set_optimizer("default", lr=1e-2, adapter_name=name)
         found.append([])
-        for step in range(2):
+        for _ in range(2):
             if not found[:-1]:
                 losses = model.forward_backward_many(rows)
             else:
