@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from twinkle_core.contracts.engine import Engine
 from twinkle_core.errors import FailedElsewhere, RankLeft
@@ -50,7 +50,7 @@ def in_pass(engine: Engine, words: str) -> Iterator[None]:
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        _leave(engine, words, dist.PrefixStore(f"twinkle/pass {number}", _get_default_store()), error)
+        _leave(engine, words, PrefixStore(f"twinkle/pass {number}", _get_default_store()), error)
         raise
 
 
