@@ -9,7 +9,7 @@ from typing import cast
 from twinkle_core.contracts.engine import Batch, Engine, LossFn
 from twinkle_core.isolation import attempt
 from twinkle_core.train import losses
-from twinkle_core.train.together import together
+from twinkle_core.train.together import in_pass, together
 from twinkle_core.types import LossOutput, ModelOutput
 
 
@@ -39,8 +39,8 @@ def as_one(engine: Engine, loss_fn: LossFn) -> Iterator[LossFn]:
     """Around ``run_schedule``: what a loss or metric raises on one rank is raised there, and FailedElsewhere on all others,
     once all are through. One message.
 
-    Where ranks don't run the model together, the same goes for all that is raised inside. Where they do, what a model raises in
-    the middle of a pass can't be told: others wait within it.
+    Where ranks don't run the model together, the same goes for all that is raised inside. Where they do, others wait within the
+    pass for a rank on which the model itself fails: see ``leaving``.
 
     Args:
         loss_fn: core's. Gives the one to be called in its place.
@@ -50,7 +50,8 @@ def as_one(engine: Engine, loss_fn: LossFn) -> Iterator[LossFn]:
             yield loss_fn
         return
     guarded = Guarded(loss_fn)
-    yield guarded
+    with in_pass(engine):
+        yield guarded
     with together(engine, None):
         if guarded.error is not None:
             raise guarded.error

@@ -20,7 +20,7 @@ from twinkle_core.train.generation import GenerateVerb
 from twinkle_core.train.running import Running
 from twinkle_core.train.session import Pending
 from twinkle_core.train.sessions import one_at_a_time
-from twinkle_core.train.together import until_met
+from twinkle_core.train.together import in_pass, until_met
 from twinkle_core.types import LossOutput, ModelOutput
 
 
@@ -62,7 +62,7 @@ class ForwardVerbs(Running, GenerateVerb):
             task = losses.task_of(task, needs)
             (batch,) = self.engine.prepare(self._resolved(session, grouped=labelled or task != losses.EMBEDDING), rows)
         active = self._active(session)
-        with self.adapters.activate(active):
+        with self.adapters.activate(active), in_pass(self.engine):
             output = self.engine.forward(batch, needs, train=True, temperature=temperature, task=task)
         session.pending.pop(False, None)  # calculate_loss means the last forward there is
         session.pending[True] = [Pending(batch, output, active, train=True)]
@@ -189,7 +189,8 @@ class ForwardVerbs(Running, GenerateVerb):
             self._begin_window(session)
             with self._or_drop(session) as progress:
                 progress.append(True)
-                self.engine.backward(part.loss.sum, sync=session.window.due_after_next())
+                with in_pass(self.engine):
+                    self.engine.backward(part.loss.sum, sync=session.window.due_after_next())
                 session.window.add(losses.detached(part.loss).weight)
         del session.pending[True]
         session.pending.pop(False, None)  # an evaluation before it is not the last forward any more

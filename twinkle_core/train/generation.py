@@ -12,7 +12,7 @@ from twinkle_core.errors import EmptyBatch, NoTemplate, Unsupported
 from twinkle_core.train import micro
 from twinkle_core.train.prepare import completed, count_rows, dummy_row
 from twinkle_core.train.sessions import Sessions, one_at_a_time
-from twinkle_core.train.together import until_met
+from twinkle_core.train.together import in_pass, until_met
 
 
 class GenerateVerb(Sessions):
@@ -60,7 +60,7 @@ class GenerateVerb(Sessions):
             count = len(prompts)
             if not count and self.engine.mesh.data_world_size == 1:
                 raise EmptyBatch
-        with self.adapters.activate(self._active(session, disable_lora)):
+        with self.adapters.activate(self._active(session, disable_lora)), in_pass(self.engine):
             made = self.engine.generate(prompts or [dummy_row()], **kwargs)[:count]  # a rank without rows takes part
         if return_rows:
             return [completed(prompt, ids) for prompt, ids in zip(prompts, made, strict=True)]

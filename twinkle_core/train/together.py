@@ -22,6 +22,7 @@ from twinkle_core.errors import FailedElsewhere, RankLeft, RanksApart, TwinkleEr
 from twinkle_core.errors.adapters import whose
 from twinkle_core.isolation import describe
 from twinkle_core.mesh import DeviceMesh
+from twinkle_core.train import leaving
 
 T = TypeVar("T")
 #: what a rank raises of another one: of its number and of what it said
@@ -81,6 +82,8 @@ def meet(
         FailedElsewhere) of the first rank that can't go on, also on that rank itself.
     """
     now = _now(engine)
+    if engine.mesh.world_size > 1 and (left := leaving.lost()) is not None:
+        raise RankLeft(now.words, left)
     about = now.how + about
     code = zlib.crc32(f"{now.words}\0{about}".encode())
     try:
@@ -120,6 +123,11 @@ def _tell(engine: Engine, why: str) -> None:
     """Tell other ranks why this one can't go on. What it raises is its own error, whatever they do."""
     with contextlib.suppress(TwinkleError):
         meet(engine, why=why)
+
+
+def in_pass(engine: Engine) -> contextlib.AbstractContextManager[None]:
+    """Around what ranks of the verb that runs compute together: see ``leaving``."""
+    return leaving.in_pass(engine, _now(engine).words)
 
 
 @contextlib.contextmanager

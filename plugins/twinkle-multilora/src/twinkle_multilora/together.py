@@ -18,7 +18,7 @@ from twinkle_core.errors.adapters import whose
 from twinkle_core.isolation import attempt
 from twinkle_core.train.calls import Asked, Call
 from twinkle_core.train.micro import cut_batch
-from twinkle_core.train.together import said
+from twinkle_core.train.together import in_pass, said
 from twinkle_core.types import IGNORE_INDEX
 from twinkle_multilora.engine import Share, SlotEngine
 from twinkle_multilora.many import Many, Outcome, result_of
@@ -126,7 +126,8 @@ class Together(Many):
                 self._begin(call)
                 slot = self.adapters.slot(call.session.name).index
                 shares.append(Share(slot, call.batches[0], call.needs, self._loss_fn(call, mine)))
-            self.engine.run_shared(shares, temperature=calls[0].asked.temperature)
+            with in_pass(self.engine):
+                self.engine.run_shared(shares, temperature=calls[0].asked.temperature)
             return [self._outcome(*each) for each in zip(calls, shares, begun, strict=True)]
 
     @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -121,11 +122,23 @@ class Shards:
         wanted for a backward, or where ``keep`` says so."""
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".* returned a view tensor", UserWarning)  # nobody writes into outputs
-            result = self._root(call)
+            with self.or_reset():
+                result = self._root(call)
         self._wanted = torch.is_grad_enabled() or keep
         if not self._wanted:
             self.rest()
         return result  # type: ignore[no-any-return]
+
+    @contextlib.contextmanager
+    def or_reset(self) -> Iterator[None]:
+        """Around a forward or backward: where it is broken off, FSDP forgets that it began (torch before 2.13 can't)."""
+        try:
+            yield
+        except BaseException:
+            if (reset := getattr(self._root, "reset_iter_state", None)) is not None:
+                reset()
+            self._wanted = False
+            raise
 
     def gather(self) -> None:
         """What all blocks share is in place (again), if a loss or a backward may want it."""

@@ -260,7 +260,8 @@ class MeshEngine(LoopEngine):
     def backward(self, loss_sum: torch.Tensor, *, sync: bool = True) -> None:
         if self.layout.shards is not None:
             self.layout.shards.gather()  # what a loss ran itself comes before FSDP's own hooks
-        super().backward(loss_sum, sync=sync)
+        with self.layout.shards.or_reset() if self.layout.shards is not None else contextlib.nullcontext():
+            super().backward(loss_sum, sync=sync)
         if self.layout.shards is not None:
             self.layout.shards.done()
 

@@ -14,6 +14,7 @@ from twinkle_core.contracts.metric import Metric
 from twinkle_core.contracts.patch import Patch
 from twinkle_core.errors import TwinkleError
 from twinkle_core.testing.toys import random_rows
+from twinkle_core.train import leaving
 from twinkle_core.types import LossOutput
 from twinkle_transformers.model import TransformersModel
 from twinkle_transformers.testing import tiny_config
@@ -243,3 +244,25 @@ class Failures:
             built.zero_grad(adapter_name="a")
             built.lr_step(adapter_name="a")
         return {"words": words, "patches": patches, "seen": [trained(each, mine, "a") for each in (built, plain)]}
+
+    def model(self, rank, world_size, jobs):
+        """A layer that fails on both ranks, then on the second alone: in the middle of a pass."""
+        leaving.PATIENCE = 3.0
+        found = {}
+        for name, spec in jobs.items():
+            built, plain = (ready(spec["sizes"], spec.get("kind", "llama")) for _ in range(2))
+            mesh = built.engine.mesh
+            mine = list(share(ROWS, mesh.data_rank, mesh.data_world_size))
+
+            def broken(module, args, rank=rank):
+                raise ZeroDivisionError(f"of this layer on {rank}")
+
+            hook = built.module.model.layers[1].register_forward_pre_hook(broken)
+            words = [told(lambda b=built, m=mine: b.forward_backward(m)), told(lambda b=built, m=mine: b.forward(m))]
+            hook.remove()
+            found[name] = {"words": words, "seen": [trained(each, mine, "") for each in (built, plain)]}
+        if rank:
+            built.module.model.layers[1].register_forward_pre_hook(broken)
+        words = [told(lambda: built.forward_backward(mine)), told(lambda: built.forward_backward(mine)), told(plain.step)]
+        found["alone"] = {"words": words}
+        return found

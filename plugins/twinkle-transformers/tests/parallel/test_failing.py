@@ -117,3 +117,20 @@ def test_what_one_rank_calls_alone_is_told(sizes):
     assert one["a patch that fits not"].startswith("FailedElsewhere: apply_patch of "), one["a patch that fits not"]
     for found in (first, second):
         assert found["patches"] and found["seen"][0] == found["seen"][1]
+
+
+def test_a_model_that_fails_in_the_middle_of_a_pass_is_told():
+    """On all ranks alike, they go on. On one alone, no message of it can be taken for one of the pass: nothing is computed from
+    it, on either rank."""
+    jobs = {"tp": {"sizes": {"tp_size": 2}}, "fsdp": {"sizes": {"fsdp_size": 2}}}
+    parts = ranks.run(Failures, "model", 2, {"jobs": jobs}, timeout=200)
+    for rank, part in enumerate(parts):
+        for name in jobs:
+            assert part[name]["words"] == [f"ZeroDivisionError: of this layer on {rank}"] * 2, part[name]["words"]
+            assert part[name]["seen"][0] == part[name]["seen"][1], name
+        first, *later = part["alone"]["words"]
+        own = "ZeroDivisionError: of this layer on 1"
+        assert first == own if rank else first.startswith(elsewhere("forward_backward", "the base model", own)), first
+        assert len(later) == 2
+        assert later[0].startswith("RankLeft: forward_backward of the base model waits for all ranks"), later
+        assert "rank 1 has left a pass in its middle (ZeroDivisionError: of this layer on 1)" in later[0], later
