@@ -15,12 +15,13 @@ class NoGroups(TwinkleError, ValueError):
 
 
 class NoCluster(TwinkleError, ConnectionError):
-    """An address at which no cluster answers."""
+    """An address at which no cluster answers, or one that this process can't connect to."""
 
     def __init__(self, address: str, why: str) -> None:
         super().__init__(
-            f"RAY_ADDRESS is '{shown(address)}', and no Ray cluster answers there: {shown(why, WHY)}.\n"
-            f"    Start it (ray start --head), or correct the address; without RAY_ADDRESS Ray is started on this machine"
+            f"RAY_ADDRESS is '{shown(address)}', and Ray can't connect to a cluster there: {shown(why, WHY)}.\n"
+            f"    Start it (ray start --head), or correct the address; where it asks for a token, set RAY_AUTH_MODE=token.\n"
+            f"    Without RAY_ADDRESS Ray is started on this machine"
         )
 
 

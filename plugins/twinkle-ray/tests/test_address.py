@@ -49,7 +49,7 @@ def test_nobody_listens(nobody, prefix, monkeypatch):
     with pytest.raises(NoCluster, match=f"RAY_ADDRESS is '{prefix}{nobody}'.*refused") as caught:
         local.initialize(mode="ray", groups=[DeviceGroup("a", 1, device_type="CPU")])
     assert time.monotonic() - begun < 3
-    assert "without RAY_ADDRESS Ray is started on this machine" in str(caught.value)
+    assert "Without RAY_ADDRESS Ray is started on this machine" in str(caught.value)
     assert isinstance(caught.value, ConnectionError) and local._state.arguments is None
 
 
