@@ -121,6 +121,7 @@ entry(
     e.BadMesh.size("tp_size", 0),
     e.BadMesh.product({"dp": 2, "tp": 4}, 4),
     e.BadMesh.divides("tp_size", 3, "world size", 8),
+    e.BadMesh.device(0),
     e.BadMesh.rank(9, 8),
     e.BadMesh.group("ranks", "four", "a positive number, or a list of different ranks"),
 )

@@ -59,13 +59,16 @@ class DeviceMesh:
             device_type: ``cuda``, ``cpu``, …; by default the accelerator that is there.
 
         Raises:
-            BadMesh: a size below 1, or sizes whose product does not fit the world size; the text shows the arithmetic.
+            BadMesh: a size below 1, a device that is no name, or sizes whose product does not fit the world size; the text
+                shows the arithmetic.
         """
         given = {"dp": dp_size, "fsdp": fsdp_size, "tp": tp_size, "pp": pp_size, "cp": cp_size}
         beside = {"ulysses": ulysses_size, "ep": ep_size, "etp": etp_size, "vpp": vpp_size}
         for name, size in {**given, **beside, "world": world_size}.items():
             if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
                 raise BadMesh.size(f"{name}_size", size)
+        if device_type is not None and not isinstance(device_type, str):
+            raise BadMesh.device(device_type)
         sizes = {name: given[name] or 1 for name in ORDER}
         product = math.prod(sizes.values())
         if world_size is None:

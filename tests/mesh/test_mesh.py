@@ -76,6 +76,7 @@ def test_data_parallelism_takes_what_is_over(monkeypatch):
         ({"world_size": 8, "dp_size": 2, "tp_size": 2}, ["dp_size 2 × tp_size 2 = 4", "world size of 8"]),
         ({"dp_size": 0}, ["dp_size=0"]),
         ({"tp_size": True}, ["tp_size=True"]),
+        ({"device_type": 0}, ["device_type=0 is no name of a kind of device"]),
         ({"pp_size": "2"}, ["pp_size='2'"]),
         ({"ulysses_size": 2}, ["ulysses_size = 2", "dp_size × fsdp_size = 1"]),
         ({"dp_size": 2, "ep_size": 4}, ["ep_size × etp_size = 4", "= 2"]),

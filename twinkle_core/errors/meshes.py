@@ -31,6 +31,10 @@ class BadMesh(TwinkleError, ValueError):
         return cls(f"{name} = {value} must divide {of} = {total}; {total} / {value} = {total / value:.4g}.")
 
     @classmethod
+    def device(cls, value: object) -> BadMesh:
+        return cls(f"device_type={value!r} is no name of a kind of device: 'cpu', 'cuda', …, or leave it out.")
+
+    @classmethod
     def rank(cls, rank: int, world_size: int) -> BadMesh:
         return cls(f"rank {rank} is outside a mesh of {world_size} (0 … {world_size - 1}).")
 

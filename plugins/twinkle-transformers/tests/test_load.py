@@ -233,6 +233,14 @@ def test_checkpointing_only_when_asked(tiny):
     assert on(model(model_id=tiny, gradient_checkpointing=True))
 
 
+def test_a_tied_weight_is_counted_once(tiny, untied):
+    for folder, count in ((tiny, 27_040), (untied, 27_040 + 264 * 32)):
+        built = model(model_id=folder)
+        assert built.adapters.size() == (count, "in the base model") == (built.module.num_parameters(), "in the base model")
+        built.add_adapter_to_model("a", LoraConfig(r=2, target_modules="all-linear"))
+        assert built.adapters.size()[0] == count
+
+
 def test_two_models_of_one_process_differ_in_everything(tiny, untied):
     one = TransformersModel(model_id=tiny, mixed_precision="bf16")
     two = TransformersModel(LlamaForSequenceClassification, untied, mixed_precision="fp16", num_labels=3)

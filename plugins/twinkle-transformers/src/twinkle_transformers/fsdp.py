@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from twinkle_core.errors import BadLayout, WrongArgument
+from twinkle_core.log import get_logger
 from twinkle_core.mesh import ORDER, DeviceMesh
 from twinkle_core.names import closest
 from twinkle_core.ops.sharded import is_sharded, set_to
@@ -23,8 +24,8 @@ T = TypeVar("T")
 _OWN = frozenset({"module", "mesh", "mp_policy", "ignored_params", "dp_mesh_dims"})
 
 
-def check_config(config: Mapping[str, Any]) -> None:
-    """Options are those of ``fully_shard`` that are a user's to choose.
+def check_config(config: Mapping[str, Any], mesh: DeviceMesh) -> None:
+    """Options are those of ``fully_shard`` that are a user's to choose; of several processes that shard nothing it is told.
 
     Raises:
         WrongArgument
@@ -33,6 +34,8 @@ def check_config(config: Mapping[str, Any]) -> None:
     for key in config:
         if key not in known:
             raise WrongArgument("fsdp_config", key, closest(key, known), known)
+    if config and mesh.world_size > mesh.sizes["fsdp"] == 1:
+        get_logger("transformers").warning("fsdp_config is without effect: the mesh has no fsdp_size over 1")
 
 
 def torch_mesh(mesh: DeviceMesh, device: torch.device, *dims: str) -> TorchMesh:

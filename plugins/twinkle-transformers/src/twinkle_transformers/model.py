@@ -103,7 +103,7 @@ class TransformersModel(SessionModel):
         mesh = mesh_of(owner, device_mesh)
         precision = Precision(mixed_precision)
         device = load.pick_device(mesh)
-        fsdp.check_config(fsdp_config or {})
+        fsdp.check_config(fsdp_config or {}, mesh)
         tensor.check_mesh(owner, mesh)
         if mesh.world_size > 1 and (known := load.peek(model_id, config, kwargs)) is not None:
             tensor.check(owner, known, mesh)  # before what can't be laid is read

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.amp.grad_scaler import OptState
 
 from twinkle_core import arguments, settings
-from twinkle_core.errors import BadLaunch, FailedElsewhere, ManyProcesses, RanksApart
+from twinkle_core.errors import BadArgument, BadLaunch, FailedElsewhere, ManyProcesses, RanksApart
 from twinkle_core.isolation import attempt
 from twinkle_core.log import get_logger
 from twinkle_core.mesh import DeviceMesh
@@ -65,13 +65,16 @@ def check_ddp_config(config: Mapping[str, Any]) -> float:
     it watches backwards, and is without effect.
 
     Raises:
-        WrongArgument: it doesn't know the option either.
+        WrongArgument, BadArgument: it doesn't know the option either, or it is no size.
     """
     arguments.check(torch.nn.parallel.DistributedDataParallel, config, "ddp_config", positional=1)
     if idle := sorted(set(config) - {"bucket_cap_mb"}):
         text = "ddp_config: %s without effect: gradients are summed once for each window, without a wrapper around the model"
         get_logger("transformers").warning(text, ", ".join(idle) + (" is" if len(idle) == 1 else " are"))
-    return float(config.get("bucket_cap_mb") or BUCKET_MB)
+    size = config.get("bucket_cap_mb")
+    if isinstance(size, bool) or not (size is None or (isinstance(size, int | float) and 0 < size < math.inf)):
+        raise BadArgument("ddp_config: bucket_cap_mb", size, "a number of megabytes above 0, or None")
+    return BUCKET_MB if size is None else float(size)
 
 
 def place(mesh: DeviceMesh, rank: int) -> tuple[int, int, int]:

@@ -106,6 +106,9 @@ class ModelStore(AdapterStore):
         self.rest_shards()
         return plain_state(self.module) if self.known(name) == BASE else self.adapter_state(name)
 
+    def size(self) -> tuple[int, str]:
+        return sum(p.numel() for p in plain_parameters(self.module).values()), "in the base model"
+
     def load_state_dict(self, name: str, state: Mapping[str, torch.Tensor]) -> None:
         live = self.state_dict(name)
         if name == BASE:

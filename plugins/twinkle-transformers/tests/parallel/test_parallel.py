@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import types
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from twinkle_core.errors import BadLayout, WrongArgument
+from twinkle_core.errors import BadArgument, BadLayout, WrongArgument
 from twinkle_core.mesh import DeviceMesh
 from twinkle_core.testing import ranks
 from twinkle_transformers import fsdp, tensor
@@ -375,9 +376,21 @@ def test_options_of_wrappers_are_checked():
     with pytest.raises(WrongArgument, match="bucket_cap_mb"):
         check_ddp_config({"bucket_cap": 1})
     with pytest.raises(WrongArgument, match="reshard_after_forward"):
-        fsdp.check_config({"reshard_after_foward": True})
+        fsdp.check_config({"reshard_after_foward": True}, DeviceMesh.from_sizes())
     assert check_ddp_config({"bucket_cap_mb": 4}) == 4.0
     assert check_ddp_config({}) == 25.0
+    for size in (0, -1, True, "4", math.inf):
+        with pytest.raises(BadArgument, match=r"ddp_config: bucket_cap_mb=.* a number of megabytes above 0"):
+            check_ddp_config({"bucket_cap_mb": size})
+
+
+def test_options_of_shards_are_told_where_nothing_is_sharded(caplog):
+    for sizes in ({}, {"fsdp_size": 2}):
+        fsdp.check_config({"reshard_after_forward": True}, DeviceMesh.from_sizes(**sizes))
+    fsdp.check_config({}, DeviceMesh.from_sizes(dp_size=2))
+    assert caplog.messages == []
+    fsdp.check_config({"reshard_after_forward": True}, DeviceMesh.from_sizes(dp_size=2))
+    assert caplog.messages == ["fsdp_config is without effect: the mesh has no fsdp_size over 1"]
 
 
 @pytest.mark.slow
