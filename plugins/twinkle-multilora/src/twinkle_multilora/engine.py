@@ -101,16 +101,20 @@ class SlotEngine(TransformersEngine):
 
     @property
     def sharing(self) -> Sharing:
-        """How passes are shared. Asked of the model once for each attention, type, number of threads and kernel."""
+        """How passes are shared. Asked of the model once for each attention, type (an autocast around may set it), number of
+        threads and kernel."""
         assert self.slots is not None
         if not self.fast:
             return Sharing("turns", "fast=False")
         how = tuple(str(config._attn_implementation) for config in self._configs)
         threads = 0 if self.several else torch.get_num_threads()  # ranks ask together, whatever the threads of each
-        key = (how, self.precision.compute, threads, kernel())
+        kind = self.device.type
+        around = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        key = (how, self.precision.compute or around, threads, kernel())
         if key not in self._sharing:
             autocast = functools.partial(self.precision.autocast, self.device)
-            with self.slots.activate(BASE):  # it may be asked in the middle of a tenant's call
+            # it may be asked in the middle of a tenant's call, or of an evaluation
+            with self.slots.activate(BASE), torch.inference_mode(False):
                 self._sharing[key] = sharing_of(
                     self.module, self.slots, autocast, self.device, around=self.around, agree=self.agree
                 )
