@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -38,7 +37,7 @@ def thread_settings(kind: str) -> tuple[Any, ...]:
         kind: of the device that computes.
     """
     autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # type: ignore[attr-defined]
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     modes = (*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack())  # type: ignore[no-untyped-call]
     return (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast, hooks, *modes)
 
@@ -111,8 +110,9 @@ class TenantScheduler:
 
     @patience.setter
     def patience(self, seconds: float) -> None:
-        if not limits.is_number(seconds) or not 0 <= seconds < math.inf:
-            raise BadArgument("patience", seconds, "a finite number of seconds, from 0 (a pass waits for nobody)")
+        if not limits.is_number(seconds) or not 0 <= seconds <= threading.TIMEOUT_MAX:
+            most = f"{threading.TIMEOUT_MAX:.0f}"
+            raise BadArgument("patience", seconds, f"a number of seconds from 0 (a pass waits for nobody) to {most}")
         self._patience = seconds
 
     @property

@@ -119,7 +119,7 @@ class Together(Many):
             with calling(self.engine, "forward_backward", call.session.name):
                 return loss_fn(batch, output)
 
-        return functools.partial(call.asked.context.run, called)
+        return lambda batch, output: call.asked.context.run(called, batch, output)
 
     def _run_group(self, calls: Sequence[Call]) -> list[Outcome]:
         """Calls in one pass. Where it fails before any loss, each by itself: so whose fault it is shows."""
