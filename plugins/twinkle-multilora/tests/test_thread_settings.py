@@ -39,17 +39,31 @@ def rounded():
     return torch.autograd.graph.saved_tensors_hooks(packed, lambda t: t.float() if t.dtype == torch.bfloat16 else t)
 
 
+@contextlib.contextmanager
+def threads():
+    """Of this thread alone: torch's number of threads is each thread's own."""
+    found = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(found)
+
+
 SETTINGS = {
     "no_grad": torch.no_grad,
     "inference_mode": torch.inference_mode,
     "autocast": narrow,
     "hooks": rounded,
+    "threads": threads,
     "meta": lambda: torch.device("meta"),
     "nothing": contextlib.nullcontext,
 }
 
 
 def call(model, name, found, around):
+    torch.set_num_threads(1)  # a new thread begins with what was set last, wherever
+    assert torch.get_num_threads() == 1
     with around():
         try:
             found[name] = float(model.forward_backward(ROWS[name], adapter_name=name))

@@ -30,8 +30,8 @@ class Ticket:
 
 
 def thread_settings(kind: str) -> tuple[Any, ...]:
-    """What torch computes by in this thread alone: whether there are gradients, autocast, hooks on what graphs keep, and modes,
-    such as ``with torch.device(...)``.
+    """What torch computes by in this thread alone: whether there are gradients, autocast, among how many threads kernels divide
+    their work (each of Python's has a number of its own), hooks on what graphs keep, and modes, as ``with torch.device(...)``.
 
     Args:
         kind: of the device that computes.
@@ -39,7 +39,8 @@ def thread_settings(kind: str) -> tuple[Any, ...]:
     autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     modes = (*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack())  # type: ignore[no-untyped-call]
-    return (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast, hooks, *modes)
+    gradients = (torch.is_grad_enabled(), torch.is_inference_mode_enabled())
+    return (*gradients, autocast, torch.get_num_threads(), hooks, *modes)
 
 
 class TenantScheduler:
