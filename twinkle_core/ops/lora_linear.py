@@ -64,6 +64,11 @@ class Lora:
     scale: float
     dropout: Dropout | None = None
 
+    def __call__(self, x: Tensor) -> Tensor:
+        """``s (d(x) A^T) B^T`` by autograd, as the formula stands: ``[n, in]`` to ``[n, out]``."""
+        x = x if self.dropout is None else x * self.dropout(torch.ones_like(x))
+        return F.linear(F.linear(x, self.a), self.b) * self.scale
+
 
 def lora_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float, *, dropped: Tensor | None = None
@@ -194,10 +199,7 @@ def _by_autograd(
     for cut, lora in zip(_cuts(rows), adapters, strict=True):
         part = x.reshape(-1, x.shape[-1])[cut]
         y = F.linear(part, weight, bias)
-        if lora is not None:
-            part = part if lora.dropout is None else part * lora.dropout(torch.ones_like(part))
-            y = y + F.linear(F.linear(part, lora.a), lora.b) * lora.scale
-        parts.append(y)
+        parts.append(y if lora is None else y + lora(part))
     return torch.cat(parts).view(*x.shape[:-1], weight.shape[0])
 
 

@@ -6,6 +6,7 @@ So that calls of several adapters can be checked one by one, run together, and c
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextvars import Context, copy_context
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +30,7 @@ LARGE = frozenset({"logits", "hidden"})
 
 @dataclass(slots=True)
 class Asked:
-    """The arguments of a call. ``session``: whose call it is, as found in the thread that calls."""
+    """The arguments of a call. ``session``: whose call it is, as found in the thread that calls; ``context``: that thread's."""
 
     session: Session
     inputs: Inputs
@@ -38,6 +39,7 @@ class Asked:
     temperature: float = 1.0
     task: str = "causal_lm"
     loss_args: Mapping[str, Any] = field(default_factory=dict)
+    context: Context = field(default_factory=copy_context)
 
 
 @dataclass(slots=True)

@@ -8,7 +8,7 @@ from peft import LoraConfig
 from torch.nn import functional as F
 
 from twinkle_multilora.model import MultiLoraTransformersModel
-from twinkle_multilora.pointwise import GRAIN, Watch, aligned
+from twinkle_multilora.pointwise import GRAIN, SPREAD, Watch, aligned
 from twinkle_transformers.testing import tiny_config
 
 
@@ -39,28 +39,35 @@ def test_it_is_found_out_which_functions_depend_on_their_place():
     assert watch.widths == (48,)
 
 
+def gelu(x):
+    return F.gelu(x, approximate="tanh")
+
+
+@pytest.mark.parametrize("function", [F.silu, gelu])
 @pytest.mark.parametrize("count", [2, 3, 4, 5, 7, 8])
-def test_what_is_aligned_has_no_rest(count, threads):
-    """Against the same numbers in blocks of whole vectors, at sizes for one thread and for several."""
+def test_what_is_aligned_has_no_rest(count, function, threads):
+    """Against the same numbers in blocks of whole vectors, at sizes for one thread and for several. Kernels of gelu take all
+    threads where others take one."""
     threads(count)
     for width in (24, 50, 576, 896):
         wrong = 0
-        for tokens in (17, 33, 101, 150, 333):
+        for tokens in (17, 33, 101, 150, 333, 16384 // width + 9, 25000 // width):
             n = aligned(tokens, (width,), count)
             assert tokens <= n <= tokens + 64 * count
             x = torch.linspace(-6, 6, 4096).repeat(-(-n * width // 4096))[: n * width]
-            blocks = torch.cat([F.silu(part.clone()) for part in x.split(4096)])
-            assert torch.equal(F.silu(x), blocks)
-            odd = x[: tokens * width]
-            wrong += not torch.equal(F.silu(odd), torch.cat([F.silu(part.clone()) for part in x.split(4096)])[: odd.numel()])
-        if (width, count) in {(24, 2), (50, 2), (576, 5), (896, 3)}:
+            blocks = torch.cat([function(part.clone()) for part in x.split(4096)])
+            assert torch.equal(function(x), blocks)
+            odd = tokens * width
+            wrong += not torch.equal(function(x[:odd]), blocks[:odd])
+        if (width, count) in {(24, 2), (50, 2), (576, 5), (50, 4) if function is gelu else (896, 3)}:
             assert wrong, "sizes as they come would do, so nothing is tried here"
 
 
 def test_least_sizes():
     assert aligned(16, (), 8) == 16 and aligned(17, (64, 128), 1) == 17
     assert aligned(17, (32,), 1) == 18 and aligned(17, (1,), 1) == 64
-    assert aligned(GRAIN // 64 + 1, (64,), 4) == GRAIN // 64 + 2
+    assert aligned(GRAIN // 64 + 1, (64,), 2) == GRAIN // 64 + 2
+    assert aligned(SPREAD // 64, (64,), 4) == SPREAD // 64 and aligned(SPREAD // 64 + 1, (64,), 4) == SPREAD // 64 + 4
 
 
 ROWS = {"a": 41, "b": 17, "c": 90}
@@ -92,11 +99,24 @@ def _slow(*case):
     return pytest.param(*case, marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize(("count", "width"), [(3, 896), (1, 50), _slow(5, 1536), _slow(2, 24)])
-def test_company_changes_no_bit_whatever_the_threads(count, width, threads):
+def test_a_function_whose_parts_are_cut_otherwise_is_found(monkeypatch, threads):
+    """Were kernels to divide their work in a way that is not known here, tenants take turns."""
+    threads(4)
+    monkeypatch.setattr("twinkle_multilora.pointwise.SPREAD", 10**9)
+    x = torch.randn(35, 64, requires_grad=True)
+    with Watch(35) as watch:
+        gelu(x)
+    assert "gelu" in watch.why and "another size" in watch.why
+
+
+@pytest.mark.parametrize(
+    ("count", "width", "act"),
+    [(3, 896, "silu"), (1, 50, "silu"), (5, 576, "gelu_pytorch_tanh"), _slow(5, 1536, "silu"), _slow(2, 24, "silu")],
+)
+def test_company_changes_no_bit_whatever_the_threads(count, width, act, threads):
     """Passes of more than a hundred tokens, whose layers several threads share in parts that are no whole vectors."""
     threads(count)
-    options = {"intermediate_size": width, "num_hidden_layers": 1}
+    options = {"intermediate_size": width, "num_hidden_layers": 1, "hidden_act": act}
     model, losses, weights = trained("abc", **options)
     assert model.engine.sharing.way == "shared" and model.engine.sharing.widths == (width,)
     for name in "abc":

@@ -384,7 +384,7 @@ def test_groups_keep_to_the_budget(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["budget", "alone", "patience"])
-@pytest.mark.parametrize("value", [-1, float("nan"), float("inf"), True, "9", None, 0, 1.5])
+@pytest.mark.parametrize("value", [-1, float("nan"), float("inf"), 1e12, True, "9", None, 0, 1.5])
 def test_limits_of_the_scheduler_are_numbers(name, value):
     model = build()
     if name == "patience" and value in (0, 1.5):  # seconds

@@ -24,6 +24,7 @@ from twinkle_multilora.backend import needed
 from twinkle_multilora.layers import InForward, SlotLinear, Span
 from twinkle_multilora.packing import Pack, Piece, at_least, pack, piece_of
 from twinkle_multilora.probe import Sharing, configs_of, sharing_of
+from twinkle_multilora.seams import Seam, added, cut_off
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -58,26 +59,6 @@ class Share:
     error: BaseException | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Seam:
-    """Where a tenant's own graph meets the pass: an output of the pass, and the leaf that the tenant's loss sees of it."""
-
-    root: torch.Tensor
-    leaf: torch.Tensor
-
-
-class _Handed(torch.autograd.Function):
-    """The same numbers, and no leaf: so a loss may change them in place, as it may any output."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.data
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient
-
-
 class SlotEngine(TransformersEngine):
     """TransformersEngine whose forward has no padding, so that rows of several tenants are one batch to the model.
 
@@ -101,16 +82,20 @@ class SlotEngine(TransformersEngine):
 
     @property
     def sharing(self) -> Sharing:
-        """How passes are shared. Asked of the model once for each attention, type, number of threads and kernel."""
+        """How passes are shared. Asked of the model once for each attention, type (an autocast around may set it), number of
+        threads and kernel."""
         assert self.slots is not None
         if not self.fast:
             return Sharing("turns", "fast=False")
         how = tuple(str(config._attn_implementation) for config in self._configs)
         threads = 0 if self.several else torch.get_num_threads()  # ranks ask together, whatever the threads of each
-        key = (how, self.precision.compute, threads, kernel())
+        kind = self.device.type
+        around = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        key = (how, self.precision.compute or around, threads, kernel())
         if key not in self._sharing:
             autocast = functools.partial(self.precision.autocast, self.device)
-            with self.slots.activate(BASE):  # it may be asked in the middle of a tenant's call
+            # it may be asked in the middle of a tenant's call, or of an evaluation
+            with self.slots.activate(BASE), torch.inference_mode(False):
                 self._sharing[key] = sharing_of(
                     self.module, self.slots, autocast, self.device, around=self.around, agree=self.agree
                 )
@@ -279,7 +264,8 @@ class SlotEngine(TransformersEngine):
         if reached:
             roots, given = zip(*reached, strict=True)
             assert self.slots is not None
-            with by_row(self.module), self.slots.selection.kept(), self._added(slots, failed), training(self.module):
+            trained = self._parameters_of(slots)
+            with by_row(self.module), self.slots.selection.kept(), added(trained, failed), training(self.module):
                 torch.autograd.backward(roots, given)
 
     def _all_or_none(self, call: Callable[[], T], alone: bool) -> T:
@@ -303,32 +289,11 @@ class SlotEngine(TransformersEngine):
             share.loss = share.loss_fn(share.batch, output)
             super().backward(share.loss.sum)
 
-    @contextmanager
-    def _added(self, slots: Sequence[int], failed: Sequence[int]) -> Iterator[None]:
-        """Gradients that are made inside are added to those of these slots when all are there; an exception leaves what was.
-
-        Those of slots that ``failed`` stay what they were: their rows went through the model with those of others, and a
-        backward gives each row a gradient, if only 0 (or NaN, where a number in it is not finite).
-        """
+    def _parameters_of(self, slots: Sequence[int]) -> dict[int, list[torch.nn.Parameter]]:
+        """Of the tenants that hold these slots."""
         assert self.slots is not None
         names = {slot: self.slots.pool.slots[slot].tenant_adapter_name for slot in slots}
-        own = {slot: list(self.slots.parameters(name).values()) for slot, name in names.items() if name is not None}
-        before = {parameter: parameter.grad for parameters in own.values() for parameter in parameters}
-        after = dict(before)
-        for parameter in before:
-            parameter.grad = None
-        try:
-            yield
-            for slot, parameters in own.items():
-                for p in parameters if slot not in failed else ():
-                    old, new = before[p], p.grad
-                    after[p] = new if old is None else old if new is None else old + new
-        except BaseException:
-            after = before
-            raise
-        finally:
-            for parameter, gradient in after.items():
-                parameter.grad = gradient
+        return {slot: list(self.slots.parameters(name).values()) for slot, name in names.items() if name is not None}
 
     @contextmanager
     def _made_ready(self, packed: Pack, slots: Sequence[int | None], train: bool) -> Iterator[None]:
@@ -363,9 +328,9 @@ class SlotEngine(TransformersEngine):
             shown = layer if temperature == 1.0 else Tempered(layer, temperature)
             cuts: Sequence[list[Seam] | None] = seams or [None] * len(needs)
             for piece, own, want, found, cut in zip(packed.pieces, packed.parts(hidden), needs, tokens, cuts, strict=True):
-                output = ModelOutput({k: _cut_off(v, cut) for k, v in found.items() if k in want})
+                output = ModelOutput({k: cut_off(v, cut) for k, v in found.items() if k in want})
                 if want & {"hidden", "logits"}:
-                    rows = _cut_off(piece.spread(own, 0.0), cut)
+                    rows = cut_off(piece.spread(own, 0.0), cut)
                     if "hidden" in want:
                         output["hidden"], output["output_layer"] = rows, shown
                     if "logits" in want:
@@ -418,12 +383,3 @@ class SlotEngine(TransformersEngine):
                     if own:
                         into[name] = piece.spread(part, fill)
         return found, seen
-
-
-def _cut_off(root: torch.Tensor, seams: list[Seam] | None) -> torch.Tensor:
-    """An output as a tenant's loss sees it: with ``seams``, its graph ends here, and a seam tells where the pass goes on."""
-    if seams is None or not root.requires_grad:
-        return root
-    leaf = root.detach().requires_grad_()
-    seams.append(Seam(root, leaf))
-    return _Handed.apply(leaf)  # type: ignore[no-any-return,no-untyped-call]

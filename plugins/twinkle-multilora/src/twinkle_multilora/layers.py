@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
-from torch.nn import functional as F
 
 from twinkle_core.ops.chunks import is_plain
 from twinkle_core.ops.lora_linear import Dropout, Lora, dropout_seed, lora_linear_many, one_type
@@ -245,8 +244,6 @@ class SlotLinear(torch.nn.Module, BaseTunerLayer):  # type: ignore[misc]
         parts = zip(torch.split(x.reshape(-1, x.shape[-1]), list(rows)), adapters, strict=True)
         for (own, lora), out in zip(parts, torch.split(result.reshape(-1, result.shape[-1]), list(rows)), strict=True):
             if lora is not None:
-                own = own.to(lora.a.dtype)
-                own = own if lora.dropout is None else own * lora.dropout(torch.ones_like(own))
-                out = (out + F.linear(F.linear(own, lora.a), lora.b) * lora.scale).to(out.dtype)
+                out = (out + lora(own.to(lora.a.dtype))).to(out.dtype)
             pieces.append(out)
         return torch.cat(pieces).view(result.shape)

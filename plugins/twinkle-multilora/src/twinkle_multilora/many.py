@@ -87,7 +87,8 @@ class Many(ForwardVerbs):
     def _asked(self, inputs: Any, gradient_accumulation_steps: int | None, temperature: float) -> list[Asked]:
         """A call for each tenant, without arguments for its loss."""
         if not isinstance(inputs, Mapping) or not inputs:
-            raise BadArgument("inputs", type(inputs).__name__, "a dict: each tenant's name, and its rows")
+            given = {} if isinstance(inputs, Mapping) else type(inputs).__name__
+            raise BadArgument("inputs", given, "a dict: each tenant's name, and its rows")
         many: list[Asked] = []
         for name, rows in inputs.items():
             if name is None:  # a verb without a name may mean the only one there is; here nobody is meant

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from twinkle_core.runtime.dispatch import remote_class
+from twinkle_core.train import limits
 from twinkle_multilora.backend import needed
 from twinkle_multilora.manager import MultiLora
 from twinkle_multilora.many import Many
-from twinkle_multilora.pool import check_size
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -65,7 +65,7 @@ class MultiLoraMegatronModel(Many, MegatronModel):
         **kwargs: Any,
     ) -> None:
         for name, value in (("max_loras", max_loras), ("max_r", max_r), ("max_length", max_length)):
-            check_size(name, value)
+            limits.check_count(name, value, least=1)
         self._slots = {"max_loras": max_loras, "max_r": max_r, "target_modules": target_modules}
         super().__init__(model_id, config, device_mesh, mixed_precision, **kwargs)
         self.engine.max_length, self.engine.slots = max_length, self.adapters

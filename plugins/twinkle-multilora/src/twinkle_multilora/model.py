@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from twinkle_core.errors import BadLayout
 from twinkle_core.runtime.dispatch import remote_class
+from twinkle_core.train import limits
 from twinkle_multilora.adapters import SlotAdapters
 from twinkle_multilora.backend import needed
 from twinkle_multilora.engine import SlotEngine
 from twinkle_multilora.manager import MultiLora
-from twinkle_multilora.pool import check_size
 from twinkle_multilora.ranks import RankScheduler, RankTurns
 from twinkle_multilora.scheduler import TenantScheduler
 from twinkle_multilora.together import Together
@@ -79,7 +79,7 @@ class MultiLoraTransformersModel(Together, TransformersModel):
         **kwargs: Any,
     ) -> None:
         for name, value in (("max_loras", max_loras), ("max_r", max_r), ("max_length", max_length)):
-            check_size(name, value)
+            limits.check_count(name, value, least=1)
         _check_mesh(type(self).__name__, mesh_of(type(self).__name__, device_mesh))
         self._slots = {"max_loras": max_loras, "max_r": max_r, "target_modules": target_modules}
         super().__init__(

@@ -18,10 +18,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 #: numbers for which a thread is worth its while, as ATen's kernels see it (``at::internal::GRAIN_SIZE``)
 GRAIN = 32768
+#: numbers from which on a kernel of gelu gives all threads a part (``GELU_MIN_ELEMENTS_FOR_MULTI_THREADING``)
+SPREAD = 16384
 #: whole vectors of any type and machine, two of which are computed at a time
 VECTORS = 64
-#: tokens of passes that are tried
+#: tokens of passes that are tried, and numbers in them, where kernels begin to divide their work and somewhat above
 COUNTS = (17, 101, 333, 2048)
+SIZES = (SPREAD, 23000, GRAIN, 47000, 95000)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -38,9 +41,10 @@ def aligned(count: int, widths: tuple[int, ...], threads: int) -> int:
 
 
 def _is_whole(size: int, threads: int) -> bool:
-    """Whether each thread's part of a tensor (as ``at::parallel_for`` cuts it) is whole vectors."""
-    parts = min(threads, -(-size // GRAIN))
-    return size % VECTORS == 0 and -(-size // parts) % VECTORS == 0
+    """Whether each thread's part of a tensor is whole vectors, as ``at::parallel_for`` cuts it: for kernels that take a thread
+    for each ``GRAIN`` numbers, and for those that take all threads above ``SPREAD``."""
+    parts = {min(threads, -(-size // GRAIN)), threads if size > SPREAD else 1}
+    return size % VECTORS == 0 and all(-(-size // count) % VECTORS == 0 for count in parts)
 
 
 class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -91,7 +95,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         width = size // self._rows
         self._found.add(width)
-        for count in COUNTS if any(t.numel() == size for t in tensors) else ():
+        counts = (*COUNTS, *(numbers // width + 1 for numbers in SIZES))
+        for count in counts if any(t.numel() == size for t in tensors) else ():
             call = functools.partial(_called, func, args, kwargs)
             if not _holds(call, _numbers(tensors, tensors[0].dtype), aligned(count, (width,), torch.get_num_threads()) * width):
                 self.why = self.why or f"{func} gives a number other bits in a pass of another size"

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 from peft import LoraConfig
 
-from twinkle_core.errors import BadAdapter, BadArgument, DuplicateAdapter, SlotsFull, UnknownAdapter
+from twinkle_core.errors import BadAdapter, DuplicateAdapter, SlotsFull, UnknownAdapter
 from twinkle_core.names import closest
+from twinkle_core.train import limits
 
 #: what slots are called, and tenants therefore not
 _SLOT = re.compile(r"lora_\d+")
@@ -38,8 +39,8 @@ class SlotPool:
     """
 
     def __init__(self, max_loras: int, config: LoraConfig) -> None:
-        check_size("max_loras", max_loras)
-        check_size("max_r", config.r)
+        limits.check_count("max_loras", max_loras, least=1)
+        limits.check_count("max_r", config.r, least=1)
         self.max_r: int = config.r
         self.slots = [LoraTenant(i, f"lora_{i}", copy.deepcopy(config)) for i in range(max_loras)]
         self._held: dict[str, LoraTenant] = {}  # by tenant, in order of arrival
@@ -96,9 +97,3 @@ class SlotPool:
         """A tenant's slot is free again."""
         slot = self._held.pop(tenant)
         slot.tenant_adapter_name = slot.tenant_config = None
-
-
-def check_size(name: str, value: object) -> None:
-    """Raise BadArgument unless a size is a whole number of at least 1."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise BadArgument(name, value, "a whole number of at least 1")

@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import functools
-import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
 from twinkle_core.errors import BadArgument
 from twinkle_core.train import limits
 
 if TYPE_CHECKING:
-    import torch
-
     from twinkle_core.train.calls import Asked, Call
     from twinkle_multilora.together import Together
 
 
 def _check_patience(name: str, seconds: Any) -> None:
-    if not limits.is_number(seconds) or not 0 <= seconds < math.inf:
-        raise BadArgument(name, seconds, "a finite number of seconds, from 0 (a pass waits for nobody)")
+    if not limits.is_number(seconds) or not 0 <= seconds <= threading.TIMEOUT_MAX:
+        most = f"{threading.TIMEOUT_MAX:.0f}"
+        raise BadArgument(name, seconds, f"a number of seconds from 0 (a pass waits for nobody) to {most}")
 
 
 #: what a scheduler's settings must be, whenever one is set
@@ -33,13 +35,27 @@ _CHECKS: dict[str, Callable[[str, Any], None]] = {
 
 
 class Ticket:
-    """A call that waits, and what came of it."""
+    """A call that waits, and what came of it. ``settings``: of the thread that calls, see ``thread_settings``."""
 
-    __slots__ = ("asked", "done", "outcome")
+    __slots__ = ("asked", "done", "outcome", "settings")
 
-    def __init__(self, asked: Asked) -> None:
-        self.asked, self.done = asked, False
+    def __init__(self, asked: Asked, settings: tuple[Any, ...] = ()) -> None:
+        self.asked, self.settings, self.done = asked, settings, False
         self.outcome: Any = None
+
+
+def thread_settings(kind: str) -> tuple[Any, ...]:
+    """What torch computes by in this thread alone: whether there are gradients, autocast, among how many threads kernels divide
+    their work (each of Python's has a number of its own), hooks on what graphs keep, and modes, as ``with torch.device(...)``.
+
+    Args:
+        kind: of the device that computes.
+    """
+    autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    modes = (*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack())  # type: ignore[no-untyped-call]
+    gradients = (torch.is_grad_enabled(), torch.is_inference_mode_enabled())
+    return (*gradients, autocast, torch.get_num_threads(), hooks, *modes)
 
 
 class TenantScheduler:
@@ -69,7 +85,7 @@ class TenantScheduler:
 
     def serve(self, asked: Asked) -> torch.Tensor:
         """Run a call, with others that wait, or let another thread run it. Returns or raises what the call does."""
-        ticket = Ticket(asked)
+        ticket = Ticket(asked, thread_settings(self._model.engine.device.type))
         with self._came:
             self._waiting.append(ticket)
             self._came.notify_all()
@@ -137,14 +153,16 @@ class TenantScheduler:
         self._last = len(tickets)
 
     def _gather(self, mine: Ticket) -> list[Ticket]:
-        """This call and those that wait, of each session the first."""
+        """This call and those that wait, of each session the first. One that was made under other settings of its thread,
+        such as autocast, is left to that thread."""
         until = time.monotonic() + self.patience
         with self._came:
             while len(self._waiting) < self._last and (rest := until - time.monotonic()) > 0:
                 self._came.wait(rest)
             taken = [mine]
             for ticket in self._waiting:
-                if all(ticket.asked.session is not other.asked.session for other in taken):
+                new = all(ticket.asked.session is not other.asked.session for other in taken)
+                if new and ticket.settings == mine.settings:
                     taken.append(ticket)
             self._waiting = [ticket for ticket in self._waiting if ticket not in taken]
             return taken

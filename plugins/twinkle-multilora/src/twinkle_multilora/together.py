@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from twinkle_core.contracts.engine import Batch
+from twinkle_core.contracts.engine import Batch, LossFn
 from twinkle_core.errors import EmptyBatch, FailedElsewhere, RanksApart
 from twinkle_core.errors.adapters import whose
 from twinkle_core.isolation import attempt
 from twinkle_core.train.calls import Asked, Call
 from twinkle_core.train.micro import cut_batch
-from twinkle_core.train.together import in_pass, said
-from twinkle_core.types import IGNORE_INDEX
+from twinkle_core.train.together import calling, in_pass, said
+from twinkle_core.types import IGNORE_INDEX, LossOutput, ModelOutput
 from twinkle_multilora.engine import Share, SlotEngine
 from twinkle_multilora.many import Many, Outcome, result_of
 from twinkle_multilora.ranks import MEETING
@@ -107,6 +107,17 @@ class Together(Many):
             return None
         piece = self.engine.piece(call.batches[0], call.needs, call.asked.task)
         return piece.count if piece is not None else None
+
+    def _loss_fn(self, call: Call, progress: list[bool]) -> LossFn:
+        """A call's loss, in the context of the thread that called, whoever's turn its pass runs in: what names no adapter there
+        means that thread's."""
+        loss_fn = super()._loss_fn(call, progress)
+
+        def called(batch: Batch, output: ModelOutput) -> LossOutput:
+            with calling(self.engine, "forward_backward", call.session.name):
+                return loss_fn(batch, output)
+
+        return lambda batch, output: call.asked.context.run(called, batch, output)
 
     def _run_group(self, calls: Sequence[Call]) -> list[Outcome]:
         """Calls in one pass. Where it fails before any loss, each by itself: so whose fault it is shows."""
