@@ -21,7 +21,7 @@ from twinkle_core.errors import FailedElsewhere, RankLeft
 from twinkle_core.isolation import describe
 
 #: seconds in which ranks that leave a pass alike have all left it
-PATIENCE = 10.0
+PATIENCE = 5.0
 #: of all models of this process: ranks make the same ones in one order
 _PASSES = itertools.count()
 #: the process groups that this rank can't use any more, and why
@@ -77,7 +77,7 @@ def _leave(engine: Engine, words: str, store: Any, error: BaseException) -> None
     _LOST[dist.group.WORLD] = f"rank {first} has left a pass in its middle ({why})"
     if first != mine:
         raise FailedElsewhere(words, first, why) from error
-    error.add_note("twinkle: other ranks are in the middle of the pass that this one has left; start all anew")
+    error.add_note("twinkle: not all ranks have left this pass, so this one sends no message any more; start all anew")
 
 
 def _come(store: Any, keys: list[str]) -> bool:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 MEETING = frozenset(
     {"forward", "forward_only", "backward", "forward_backward", "forward_backward_many", "generate"}
     | {"clip_grad_norm", "step", "clip_grad_and_step", "flush", "calculate_metric"}
-    | {"add_adapter_to_model", "remove_adapter", "save", "load", "resume_from_checkpoint"}
+    | {"add_adapter_to_model", "remove_adapter", "apply_patch", "save", "load", "resume_from_checkpoint"}
 )
 _SHARED = "forward_backward"
 
