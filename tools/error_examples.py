@@ -189,7 +189,7 @@ entry(e.NotCut("score", "int"))
 entry(
     e.NotSent("set_loss()", "loss_cls", "function", "PicklingError: Cannot pickle files that are not opened for reading: w"),
     e.NotSent.answer("judge()", "TypeError: cannot pickle '_thread.lock' object"),
-    why="Arguments and answers travel pickled, a lambda too, with all that it refers to. No lock can, and no file that is written.",
+    why="What is given and answered travels pickled, a lambda with all it refers to. A lock can't, nor a file that is written.",
 )
 entry(e.BadDispatch("score", "[(1,)]", 2))
 entry(
