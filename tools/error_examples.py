@@ -121,15 +121,8 @@ entry(
     e.BadMesh.size("tp_size", 0),
     e.BadMesh.product({"dp": 2, "tp": 4}, 4),
     e.BadMesh.divides("tp_size", 3, "world size", 8),
-    e.BadMesh.device(0),
     e.BadMesh.rank(9, 8),
     e.BadMesh.group("ranks", "four", "a positive number, or a list of different ranks"),
-)
-entry(
-    e.BadLaunch.number("WORLD_SIZE", "two", 1),
-    e.BadLaunch.without("RANK", 2),
-    e.BadLaunch.outside(5, 2),
-    e.BadLaunch.apart(0, 1),
 )
 entry(
     e.RankFailed(1, 2, "ended with status 1", "Traceback (most recent call last):\n...\nValueError: no such layer"),
@@ -196,7 +189,7 @@ entry(e.NotCut("score", "int"))
 entry(
     e.NotSent("set_loss()", "loss_cls", "function", "PicklingError: Cannot pickle files that are not opened for reading: w"),
     e.NotSent.answer("judge()", "TypeError: cannot pickle '_thread.lock' object"),
-    why="Arguments and answers travel pickled, a lambda too, with all that it refers to. A lock or a file to write to can't.",
+    why="What is given and answered travels pickled, a lambda with all it refers to. A lock can't, nor a file that is written.",
 )
 entry(e.BadDispatch("score", "[(1,)]", 2))
 entry(

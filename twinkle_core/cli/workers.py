@@ -9,6 +9,7 @@ from typing import Any
 from twinkle_core import errors, registry, settings
 from twinkle_core.config.schema import TrainConfig, WorkersConfig
 from twinkle_core.config.source import Source
+from twinkle_core.contracts.runtime import Runtime
 from twinkle_core.mesh import DeviceGroup, DeviceMesh
 
 #: what the group of the run is called
@@ -17,13 +18,13 @@ LOCAL = "local"
 
 
 def faults(config: TrainConfig, source: Source) -> Iterator[tuple[str, str]]:
-    """A runtime that nobody provides, or workers that there won't be."""
+    """A runtime that nobody provides, or that can't begin; workers that there won't be."""
     if config.mode == LOCAL:
         if config.workers is not None:
             yield source.origin(("workers",)), "workers: there are none without a mode that starts them (mode: ray)"
         return
     try:
-        registry.resolve("runtime", config.mode)
+        registry.build("runtime", config.mode, {}, contract=Runtime).check()
     except errors.TwinkleError as error:
         yield source.origin(("mode",)), str(error)
     if settings.world_size() > 1:

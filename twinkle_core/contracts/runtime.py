@@ -28,6 +28,11 @@ class Runtime(ABC):
     ) -> None:
         """Begin. Called once by ``initialize``, which seeds this process itself."""
 
+    def check(self) -> None:
+        """Raise what ``start`` would raise of what lies outside of its arguments, as far as that can be told in a moment and
+        without changing anything: so that nobody loads data for a runtime that can't begin. Default: nothing is known."""
+        return
+
     @abstractmethod
     def create(self, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any], remote_group: str) -> Any:
         """A proxy of an instance of ``cls`` on that group's workers; None: it is to be constructed here."""

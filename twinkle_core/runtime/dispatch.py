@@ -50,9 +50,10 @@ def remote_function(
 
     Args:
         dispatch: ``slice`` divides the first argument (a list of rows, a tensor, a collated batch) over all workers,
-            ``slice_dp`` over data ranks, whose other ranks get the same share; ``all`` gives everything to everybody. Shares
-            are contiguous and as even as can be, and rows that belong together stay so. A callable
-            ``(workers, args, kwargs)`` gives a list of ``(args, kwargs)``, one for each worker.
+            ``slice_dp`` over data ranks, whose other ranks get the same share; ``slice_each`` does so with each value of a
+            dict by adapter; ``all`` gives everything to everybody. Shares are contiguous and as even as can be, and rows that
+            belong together stay so. A callable ``(workers, args, kwargs)`` gives a list of ``(args, kwargs)``, one for each
+            worker.
         execute: on ``all`` workers, or on the ``first`` alone.
         collect: ``none`` gives the list of what workers gave (None where all gave None); ``first`` the first one's; ``flatten``
             joins lists in row order; ``sum`` adds; ``mean`` is over workers, weighted by their rows where rows were divided; a

@@ -188,6 +188,19 @@ def test_after_the_end_every_use_says_so(cluster, monkeypatch):
     counter._home.group.tell("drop", [0], "nothing")  # as when an object is collected: no word
 
 
+def test_who_catches_ctrl_c_may_go_on(counter, monkeypatch):
+    """Every worker has the call, and does it; nobody waits for its answer."""
+
+    def interrupted(*given, **options):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("twinkle_ray.groups.ray.wait", interrupted)
+        counter.child.scale(4)
+    assert counter.doubled([1, 2, 3]) == [8, 16, 24]
+    counter.child.scale(1)
+
+
 def test_ctrl_c_while_a_call_is_sent_ends_its_group(cluster):
     """Some workers have it, and others not: they would wait for one another."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -196,6 +197,20 @@ def test_what_a_configuration_may_not_say(tmp_path, sections, text):
         planning.make(*load(path, []))
     assert text in str(caught.value)
     assert TrainConfig.model_fields["mode"].default == "local"
+
+
+def test_an_address_where_nobody_answers_is_a_fault_of_the_configuration(tmp_path, monkeypatch):
+    """It is told with the others, before data is loaded that may take an hour."""
+    from twinkle_core.cli import planning
+    from twinkle_core.config.load import load
+
+    monkeypatch.setattr("ray.is_initialized", lambda: False)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    with pytest.raises(BadConfig, match=f"RAY_ADDRESS is '{address}'"):
+        planning.make(*load(config(tmp_path, "out", **RAY), []))
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_driver_is_no_rank(tmp_path):

@@ -83,6 +83,15 @@ class RayRuntime(Runtime):
             self.shutdown()
             raise
 
+    def check(self) -> None:
+        """Whether a cluster answers at RAY_ADDRESS.
+
+        Raises:
+            NoCluster
+        """
+        if not ray.is_initialized():
+            address.check(settings.ray_address(), encrypted=settings.ray_encrypts())
+
     def _launch(self, group: DeviceGroup, bundles: Sequence[int], given: Sequence[dict[str, Any]]) -> Group:
         token, actor = f"{group.name}-{uuid.uuid4().hex}", ray.remote(Worker)
         about = (len(bundles), settings.travelling(), str(Path.cwd()), sys.path)
