@@ -121,8 +121,15 @@ entry(
     e.BadMesh.size("tp_size", 0),
     e.BadMesh.product({"dp": 2, "tp": 4}, 4),
     e.BadMesh.divides("tp_size", 3, "world size", 8),
+    e.BadMesh.device(0),
     e.BadMesh.rank(9, 8),
     e.BadMesh.group("ranks", "four", "a positive number, or a list of different ranks"),
+)
+entry(
+    e.BadLaunch.number("WORLD_SIZE", "two", 1),
+    e.BadLaunch.without("RANK", 2),
+    e.BadLaunch.outside(5, 2),
+    e.BadLaunch.apart(0, 1),
 )
 entry(
     e.RankFailed(1, 2, "ended with status 1", "Traceback (most recent call last):\n...\nValueError: no such layer"),
