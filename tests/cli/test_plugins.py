@@ -190,8 +190,9 @@ def test_a_child_that_hangs_is_ended(tmp_path, monkeypatch):
         Entry("optimizer", name, f"{name}_mod:{attribute}", "d", "1") for name, attribute in (("fine", "A"), ("hangs", "A"))
     ]
     began = time.monotonic()
-    before, why, after = probe.probe([*entries, entries[0]], timeout=3.0)
-    assert before == after == ""
+    before, hung, after = probe.probe([*entries, entries[0]], timeout=3.0)
+    assert before == after == probe.Tried()
+    why = hung.why
     assert why.startswith("its import took longer than 3 s, at ") and why.endswith("hangs_mod.py:1")
     assert time.monotonic() - began < 20
 
@@ -276,7 +277,7 @@ class TestDoctor:
         hook = "@hookimpl\ndef twinkle_report_header():\n    return ['acme is well', 'and so']\n"
         source = "from twinkle_core import hookimpl\n" + hook
         installed("acme", entry_points={"plugins": {"acme": "acme_reporting"}}, modules={"acme_reporting.py": source})
-        monkeypatch.setattr(doctor, "plugin_faults", list)
+        monkeypatch.setattr(doctor, "plugin_faults", lambda: ([], []))
         assert main(["doctor"]) == 0
         plugins.unregister("acme/acme")
         text = capsys.readouterr().out
@@ -296,7 +297,21 @@ class TestDoctor:
         installed(
             "acme", entry_points={"losses": {"bad": "acme_bad_one:L"}}, modules={"acme_bad_one.py": "raise OSError('disk')"}
         )
-        assert any("OSError: disk" in fault for fault in doctor.plugin_faults())
+        assert any("OSError: disk" in fault for fault in doctor.plugin_faults()[0])
+
+    def test_an_extra_that_is_not_installed_is_no_fault(self, installed, capsys):
+        modules = {"acme_fast.py": "import absent_kernels", "acme_needs.py": "import absent_base"}
+        requires = ["absent-kernels; extra == 'fast'", "absent-base"]
+        names = {"fast": "acme_fast:L"}
+        installed("acme", entry_points={"losses": names}, modules=modules, requires=requires)
+        assert main(["doctor"]) == 0
+        extras = capsys.readouterr().out.partition("\nextras\n")[2].partition("\nfaults\n")[0]
+        assert "loss 'fast' from acme 0.3 needs 'absent_kernels'" in extras and "pip install 'acme[fast]'" in extras
+        _, rows, _ = shown(capsys, "--kind", "losses", "--load")
+        assert rows["loss", "fast"]["state"] == "lacks an extra"
+        installed("acme", entry_points={"losses": names | {"needs": "acme_needs:L"}}, modules=modules, requires=requires)
+        assert main(["doctor"]) == 1  # what it can't do without
+        assert "needs 'absent_base'" in capsys.readouterr().out.partition("\nfaults\n")[2]
 
     def test_a_hook_module_that_ends_the_process_does_not_end_the_report(self, installed, capsys):
         installed(
@@ -309,7 +324,7 @@ class TestDoctor:
     def test_a_header_that_is_no_text(self, installed, capsys, monkeypatch):
         source = "from twinkle_core import hookimpl\n@hookimpl\ndef twinkle_report_header():\n    return 5\n"
         installed("acme", entry_points={"plugins": {"five": "acme_five"}}, modules={"acme_five.py": source})
-        monkeypatch.setattr(doctor, "plugin_faults", list)
+        monkeypatch.setattr(doctor, "plugin_faults", lambda: ([], []))
         assert main(["doctor"]) == 0
         plugins.unregister("acme/five")
         assert capsys.readouterr().out.split("from plugins")[1].strip() == "5"

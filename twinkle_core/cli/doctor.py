@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from twinkle_core import hardware, plugins, registry, settings
-from twinkle_core.cli.plugins import BROKEN, rows, set_aside
+from twinkle_core.cli.plugins import BROKEN, LACKS, rows, set_aside
 from twinkle_core.cli.tables import pairs
 from twinkle_core.index import HOOK_MODULES, distribution
 from twinkle_core.isolation import attempt
@@ -26,7 +26,8 @@ LIBRARIES = (
 GIB = 2**30
 _TEXT = (
     "Report this machine, the versions of the libraries that matter, the settings, the room for downloads, and what is broken "
-    "among the installed plugins (tried in a child process) and the settings. The exit status is 1 where anything is."
+    "among the installed plugins (tried in a child process) and the settings. The exit status is 1 where anything is. What "
+    "lacks only an extra of its distribution is not broken; it is named, with what to install."
 )
 
 
@@ -38,7 +39,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     """Print the report. Returns 1 when an installed plugin is broken, or a setting has a value that can't be."""
-    faults = [*settings.faults(), *registry.index().unknown(), *plugin_faults()]
+    broken, lacking = plugin_faults()
+    faults = [*settings.faults(), *registry.index().unknown(), *broken]
     sections = {
         "twinkle": [("version", __version__), ("plugins", ", ".join(_providers()) or "none")],
         "system": system(),
@@ -46,6 +48,7 @@ def run(args: argparse.Namespace) -> int:
         "device": device(),
         "settings": [(s.variable, f"{value or '(empty)'}   {s.meaning}") for s, value in settings.shown()],
         "space": space(settings.cache_dir()),
+        **({"extras": [("", why) for why in lacking]} if lacking else {}),
         "faults": [("", fault) for fault in faults] or [("", "none")],
     }
     for title, facts in sections.items():
@@ -123,13 +126,15 @@ def space(folder: Path) -> list[tuple[str, str]]:
     return [("cache", str(folder)), ("free", f"{usage.free / GIB:.1f} of {usage.total / GIB:.1f} GiB")]
 
 
-def plugin_faults() -> list[str]:
-    """Damaged metadata, and third parties' components and hook modules that do not load (tried in a child process)."""
+def plugin_faults() -> tuple[list[str], list[str]]:
+    """Damaged metadata, and third parties' components and hook modules that do not load (tried in a child process); apart from
+    these, those that lack only an extra."""
     index = registry.index()
     others = [e for kind in PLURAL for e in index.of(kind) if e.dist != "twinkle-core"]
-    broken = [row for row in rows([*others, *index.of(HOOK_MODULES)], load=True) if row.state == BROKEN]
-    set_aside(broken)  # their hooks are called next
-    return [*index.faults, *(row.why for row in broken)]
+    found = rows([*others, *index.of(HOOK_MODULES)], load=True)
+    set_aside(found)  # their hooks are called next
+    broken, lacking = ([row.why for row in found if row.state == state] for state in (BROKEN, LACKS))
+    return [*index.faults, *broken], lacking
 
 
 def _providers() -> list[str]:

@@ -8,11 +8,15 @@ import shutil
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from twinkle_core import api, registry
 from twinkle_core.cli.tables import table
 from twinkle_core.index import HOOK_MODULES, Entry
 from twinkle_core.names import KINDS, PLURAL, kind_of
+
+if TYPE_CHECKING:
+    from twinkle_core.cli.probe import Tried
 
 _LOAD = (
     "import each component and hook module, in a child process, check that it has what its kind needs, and say what is broken; "
@@ -20,6 +24,7 @@ _LOAD = (
 )
 _NOTHING_IMPORTED = "Nothing was imported for this list: twinkle plugins --load imports and checks each of them."
 OFF, FOREIGN_API, SHARED, INSTALLED, WORKS, BROKEN = "off", "other API", "shared name", "installed", "ok", "broken"
+LACKS = "lacks an extra"  # which its distribution works without
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,17 +71,17 @@ def rows(entries: Sequence[Entry], *, load: bool) -> list[Row]:
     to_try = [number for number, row in enumerate(found) if row.state in (INSTALLED, SHARED)] if load else []
     if to_try:
         entries = [found[n].entry for n in to_try]
-        for number, why in zip(to_try, _probed(entries), strict=True):
+        for number, tried in zip(to_try, _probed(entries), strict=True):
             row = found[number]
-            if why:
-                found[number] = Row(row.entry, BROKEN, why)
+            if tried.why:
+                found[number] = Row(row.entry, LACKS if tried.optional else BROKEN, tried.why)
             elif row.state == INSTALLED:
                 found[number] = Row(row.entry, WORKS)
     return found
 
 
-def _probed(entries: Sequence[Entry]) -> list[str]:
-    """Why each can't be used. On a terminal a line tells which one is being waited for."""
+def _probed(entries: Sequence[Entry]) -> list[Tried]:
+    """What comes of importing each. On a terminal a line tells which one is being waited for."""
     from twinkle_core.cli.probe import probe
 
     if not sys.stderr.isatty():
@@ -93,23 +98,23 @@ def _probed(entries: Sequence[Entry]) -> list[str]:
 
 
 def set_aside(found: Iterable[Row]) -> None:
-    """Don't load in this process the hook modules among the rows that are broken: one may end it."""
+    """Don't load in this process the hook modules among the rows that can't be: one may end it."""
     from twinkle_core import plugins
 
     for row in found:
-        if row.entry.kind == HOOK_MODULES and row.state == BROKEN:
+        if row.entry.kind == HOOK_MODULES and row.state in (BROKEN, LACKS):
             plugins.set_aside(row.entry, row.why)
 
 
 def try_hook_modules() -> list[str]:
-    """Try the hook modules in a child process before this one loads them; those that are broken are set aside.
+    """Try the hook modules in a child process before this one loads them; those that can't be are set aside.
 
     Returns:
         What to say of each of these.
     """
     found = rows(registry.index().of(HOOK_MODULES), load=True)
     set_aside(found)
-    return [_note(row) for row in found if row.state == BROKEN]
+    return [_note(row) for row in found if row.state in (BROKEN, LACKS)]
 
 
 def _state(entry: Entry) -> tuple[str, str]:

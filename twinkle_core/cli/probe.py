@@ -8,12 +8,12 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from twinkle_core import api, loading
 from twinkle_core.cli.children import Ended, each, serve
-from twinkle_core.errors import NotA
+from twinkle_core.errors import NeedsLibrary, NotA
 from twinkle_core.index import HOOK_MODULES, Entry
 from twinkle_core.isolation import attempt, describe
 from twinkle_core.names import CONTRACTS
@@ -21,7 +21,15 @@ from twinkle_core.names import CONTRACTS
 TIMEOUT = 60.0  # seconds for one component; the first one may import torch and transformers cold, which takes tens
 
 
-def probe(entries: Sequence[Entry], timeout: float = TIMEOUT, tell: Callable[[int], None] = lambda number: None) -> list[str]:
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """What came of an import: why the component can't be used ('': it can), and whether an extra is all that it lacks."""
+
+    why: str = ""
+    optional: bool = False
+
+
+def probe(entries: Sequence[Entry], timeout: float = TIMEOUT, tell: Callable[[int], None] = lambda number: None) -> list[Tried]:
     """Try to load each entry, and compare it with its kind's contract.
 
     Args:
@@ -29,13 +37,13 @@ def probe(entries: Sequence[Entry], timeout: float = TIMEOUT, tell: Callable[[in
         tell: called with an entry's number before its turn.
 
     Returns:
-        For each entry an empty text, or why it can't be used.
+        What came of each entry.
     """
-    results: list[str] = []
+    results: list[Tried] = []
     if entries:
         tell(0)
     for answer in each("twinkle_core.cli.probe", [to_plain(e) for e in entries], timeout):
-        results.append(f"its import {answer.why}" if isinstance(answer, Ended) else answer)
+        results.append(Tried(f"its import {answer.why}") if isinstance(answer, Ended) else Tried(**answer))
         if len(results) < len(entries):
             tell(len(results))
     return results
@@ -71,9 +79,11 @@ def load(entry: Entry) -> Any:
     return obj
 
 
-def _answer(fields: Mapping[str, Any]) -> str:
-    got = attempt(lambda: load(of_plain(fields)))
-    return "" if got.error is None else str(got.error) or describe(got.error)
+def _answer(fields: Mapping[str, Any]) -> dict[str, Any]:
+    error = attempt(lambda: load(of_plain(fields))).error
+    if error is None:
+        return asdict(Tried())
+    return asdict(Tried(str(error) or describe(error), isinstance(error, NeedsLibrary) and error.optional))
 
 
 if __name__ == "__main__":

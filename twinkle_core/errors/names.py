@@ -65,10 +65,13 @@ class Broken(TwinkleError, ImportError):
 
 
 class NeedsLibrary(TwinkleError, ImportError):
-    """Something that is here needs a library that is not. ``what`` needs it; ``requirement``: what pip is to install."""
+    """Something that is here needs a library that is not. ``what`` needs it; ``requirement``: what pip is to install.
+
+    ``optional``: it is an extra of its distribution, the rest of which does without.
+    """
 
     def __init__(self, what: str, library: str, requirement: str, prefix: str) -> None:
-        self.library = library
+        self.library, self.optional = library, "[" in requirement
         asked = f"'{requirement}'" if "[" in requirement or "<" in requirement or ">" in requirement else requirement
         super().__init__(f"{what} needs '{library}', which is not installed in {prefix}\n    pip install {asked}")
 
