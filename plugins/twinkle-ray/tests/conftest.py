@@ -16,6 +16,22 @@ from twinkle_core.mesh import DeviceGroup
 from twinkle_core.runtime import local
 
 GROUPS = [DeviceGroup(name, ranks, device_type="CPU") for name, ranks in (("actor", 2), ("one", 1))]
+#: what ``initialize`` chooses for these tests; to others of this process, which share it, nothing was chosen
+OURS, OTHERS = local._State(local.LocalRuntime()), local._state
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup():
+    local._state = OURS
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown():
+    try:
+        return (yield)
+    finally:
+        local._state = OTHERS
 
 
 @pytest.fixture(autouse=True)
@@ -36,5 +52,6 @@ def cluster():
         local.initialize(mode="ray", groups=GROUPS, seed=7)
         yield local.current_runtime()
     finally:
+        local._state = OURS  # the last test may be another's
         local.shutdown()
         ray.shutdown()
