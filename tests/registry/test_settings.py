@@ -57,7 +57,7 @@ def test_a_distribution_that_is_not_there_is_a_line_and_one_that_is_there_is_non
 
 
 def test_doctor_counts_them_as_faults(monkeypatch, capsys):
-    monkeypatch.setattr(doctor, "plugin_faults", list)
+    monkeypatch.setattr(doctor, "plugin_faults", lambda: ([], []))
     monkeypatch.setattr(doctor, "device", list)
     monkeypatch.setenv("TWINKLE_LOG_LEVEL", "debugg")
     monkeypatch.setenv("TWINKLE_DISABLE_PLUGINS", "nothere")
