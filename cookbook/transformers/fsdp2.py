@@ -50,6 +50,7 @@ def main() -> None:
         mixed_precision="no",  # bf16 on GPUs
         memory_efficient_init=True,  # the first process reads, and hands out
     )
+    model.set_template(dataset.template)  # its tokenizer is saved with the model
     model.set_optimizer("adamw", lr=1e-4)
     model.set_lr_scheduler("cosine_warmup", num_warmup_steps=0, num_training_steps=args.steps)
     model.add_metric("loss")

@@ -155,6 +155,7 @@ def test_the_cookbook_resumes_on_another_number_of_processes(tmp_path):
         status, text = finish(process)
         assert status == 0, text
         assert text.count("step 12/12") == 1 and ("step 10/12" in text) == (processes == 2)
+    assert (tmp_path / "one/last-checkpoint/tokenizer.json").is_file()
     two, one, begin = (weights(tmp_path / n) for n in ("two/last-checkpoint", "one/last-checkpoint", "two/step-10"))
     assert float((one - two).norm() / (two - begin).norm()) < 1e-2
 
