@@ -154,7 +154,7 @@ def test_a_driver_that_is_ended_in_the_middle_of_a_step(tmp_path, how):
         begun = descendants(process.pid)
         assert len(pids) == 2 and set(pids) < set(begun)
         process.send_signal(how)
-        _, said = process.communicate(timeout=30)
+        _, said = process.communicate(timeout=120)
     finally:
         process.kill()
     assert process.returncode in (-how, 128 + how), said
