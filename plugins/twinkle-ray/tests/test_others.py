@@ -126,7 +126,9 @@ def of_session(said, folder):
 
 
 SLOW = """
+import signal
 import sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts its background jobs without
 import twinkle
 from twinkle import DeviceGroup
 from remote_objects import Counter
